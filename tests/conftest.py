@@ -1,4 +1,4 @@
-"""Test set-up: one thread per process, since several processes share the cores."""
+"""Set-up of all tests. Each process uses one thread, because several processes share the cores."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # the import of test modules leaves no garbage
+    gc.disable()  # The import of the test modules leaves no garbage to collect.
     if config.getoption("--quick"):
         config.pluginmanager.register(quick.Quick())
 
@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.freeze()  # otherwise Python searches all of torch for cycles at exit
+    gc.freeze()  # At exit, Python would otherwise search all objects of torch for reference cycles.
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path_factory):
-    """Removes the environment variables of ranks, which DeepSpeed sets, and restores the
-    environment after each test.
+    """Removes the environment variables that torch.distributed reads, such as RANK, which DeepSpeed
+    sets. Restores the complete environment after each test.
     """
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: value for name, value in os.environ.items() if name not in ranks}
@@ -74,8 +74,8 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def mount_memory(tmp_path):
-    """Returns a function that mounts a tmpfs with these options on a new folder, and returns the
-    folder.
+    """Returns a function that mounts a tmpfs with the given mount options on a new folder. The
+    function returns the folder.
     """
     folders = []
 
@@ -95,8 +95,8 @@ def mount_memory(tmp_path):
 
 @pytest.fixture(scope="session")
 def reader_python(tmp_path_factory: pytest.TempPathFactory):
-    """Returns a function that makes an environment with the kit's wheel and the packages of some
-    extras, and returns its Python.
+    """Returns a function that makes a user's environment with the kit's wheel and the packages of
+    some extras. The function returns the path of the environment's Python.
     """
     from tests.support.environments import build_wheel, closure, make_environment
 
@@ -131,8 +131,8 @@ def gpt_spec() -> ModelSpec:
 
 @pytest.fixture(scope="session")
 def one_process():
-    """Returns a function that calls a worker with a model and a plan on one process, and returns
-    its result. Equal calls return the cached result.
+    """Returns a function that runs a worker function with a model and a plan in one process, and
+    returns the worker's result. Equal calls return the cached result.
     """
     from tests.support.workers import run_ranks
 
@@ -149,7 +149,9 @@ def one_process():
 
 @pytest.fixture(scope="module")
 def run_standing() -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks` with ranks that stay alive until the tests of the module are done."""
+    """Returns a function that works like `run_ranks`, but keeps the started ranks alive for all
+    tests of a module.
+    """
     from tests.support.workers import StandingRanks
 
     standing: dict[int, StandingRanks] = {}
@@ -171,8 +173,8 @@ def run_standing() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="session")
 def native_run(one_process):
-    """Returns a function that trains a model for a few steps with the native engine on one process,
-    and returns the results.
+    """Returns a function that trains a model for a few steps with the native engine on one process.
+    The function returns the losses and gradient norms.
     """
     from tests.support.parity import RECIPE, make_plan, train
 
@@ -198,13 +200,15 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def spec(llama_spec: ModelSpec) -> ModelSpec:
-    """The tiny Llama with the vocabulary of the tiny dataset, for real runs."""
+    """The tiny Llama model with the vocabulary size of the tiny dataset, for runs with real
+    training.
+    """
     return llama_spec.replace(vocab_size=300)
 
 
 @pytest.fixture(scope="session")
 def unbroken(spec, recipe, tmp_path_factory: pytest.TempPathFactory):
-    """A finished job of two processes without any fault."""
+    """A finished run of two processes in which no fault occurred."""
     import kit
     from cluster.state import JobState
     from tests.support.fault_cost import DP2
@@ -218,6 +222,6 @@ def unbroken(spec, recipe, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def recipe(tiny_dataset) -> Recipe:
-    """A run of 120 short steps on the tiny dataset."""
+    """Recipe of a run with 120 short steps on the tiny dataset."""
     rates = {"learning_rate": 3e-3, "warmup_steps": 10, "checkpoint_every": 20}
     return Recipe(data=str(tiny_dataset.directory), num_steps=120, **rates)

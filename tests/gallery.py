@@ -27,8 +27,8 @@ from kit.show.theme import DARK, PIXELS_PER_INCH, WIDTH
 NOTEBOOKS = REPOSITORY / "notebooks"
 GALLERY = NOTEBOOKS / "gallery"
 COLOURS = 128
-"""Number of colours of a picture in the gallery. Lines and text need no more, and the files are a
-third as large."""
+"""Number of colours of each PNG in the gallery. Lines and text need no more colours, and the files
+are a third as large."""
 ON_DARK = "".join(
     f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}\n'
     for light, dark in DARK.items()
@@ -40,19 +40,21 @@ PAPERS: dict[str, tuple[Paper, dict[str, Any], str]] = {
     "06_frontier_figures": ("frontier", FRONTIER, "frontier-demo"),
     "07_hlat_figures": ("hlat", HLAT, "hlat-demo"),
 }
-"""Notebooks of papers: (paper, its figures, folder below runs/ with the demo-scale runs of the
-notebook)."""
+"""Notebooks that redraw a paper, by notebook name. Value: (paper, its figures, folder below runs/
+with the demo-scale runs of the notebook)."""
 SHOWN = ("image/png", "text/markdown", "text/html", "text/plain")
-"""Types of a cell's output, the preferred type first. A live view is replaced by its
-still picture."""
+"""MIME types of a cell's output, the preferred type first. The gallery shows the static image of a
+live view."""
 LIVE = "application/vnd.jupyter.widget-view+json"
 INVITATION = "[Read it here with all pictures](gallery/{name}.md), without running anything."
-"""Sentence in the first cell of each notebook."""
+"""Sentence in the first cell of each notebook, with a link to the notebook's gallery page."""
 MADE = "Made by `make gallery` from [the notebook](../{name}.ipynb), which runs on two CPU cores."
 
 
 def write_page(name: str, executed: Path) -> None:
-    """Replaces the Markdown page of a notebook in the gallery, and its pictures NAME--CELL.png."""
+    """Replaces a notebook's Markdown page in the gallery, and the images of the page, named
+    NAME--CELL.png.
+    """
     from nbconvert import MarkdownExporter
     from traitlets.config import Config
 
@@ -62,7 +64,9 @@ def write_page(name: str, executed: Path) -> None:
     for cell in document.cells:
         if cell.cell_type == "markdown":
             cell.source = as_on_the_page(name, cell.source)
-        if "outputs" in cell:  # a live view also has a still picture
+        # The outputs of a cell with a live view contain a static image too, which is kept instead
+        # of the live view.
+        if "outputs" in cell:
             cell.outputs = [
                 each
                 for each in cell.outputs
@@ -84,8 +88,8 @@ def write_page(name: str, executed: Path) -> None:
 
 
 def as_on_the_page(name: str, text: str) -> str:
-    """Returns the text of a Markdown cell with links for the page, and with formulae in a syntax in
-    which code hosts keep the backslash before a comma.
+    """Returns the text of a Markdown cell for the gallery page. Links are adapted to the page.
+    Formulas use a syntax in which code hosts keep the backslash before a comma.
     """
     text = re.sub(r"^\$\$(.+?)\$\$$", r"```math\n\1\n```", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"(?<!\$)\$([^$`\n]*\\[,;!{}][^$`\n]*)\$(?!\$)", r"$`\1`$", text)
@@ -95,16 +99,16 @@ def as_on_the_page(name: str, text: str) -> str:
 
 
 def _with_words(picture: re.Match[str]) -> str:
-    """Returns the HTML of a picture, as wide as a figure, with the name of its cell as alternative
-    text.
+    """Returns the HTML of an image, as wide as a figure. Its alternative text is the name of the
+    notebook cell.
     """
     words = picture[2].rstrip("0123456789").replace("-", " ")
     return f"<img src='{picture[1]}' width='{WIDTH * PIXELS_PER_INCH:.0f}' alt='{words}'>"
 
 
 def index() -> str:
-    """Returns the gallery's front page: each notebook and each figure of a paper, with a small
-    picture, its files and its command.
+    """Returns the gallery's front page. The page lists each notebook and each figure of a paper,
+    with a small image, its files and its command.
     """
     lines = [
         "# Gallery",
@@ -135,7 +139,7 @@ def index() -> str:
 
 
 def fewer_colours(picture: bytes) -> bytes:
-    """Returns a PNG with a palette of COLOURS, on a white ground."""
+    """Returns a PNG image with at most COLOURS colours, on a white background."""
     from PIL import Image
 
     drawn = Image.open(io.BytesIO(picture)).convert("RGBA")
@@ -146,18 +150,18 @@ def fewer_colours(picture: bytes) -> bytes:
 
 
 def in_both_themes(svg: str) -> str:
-    """Returns an SVG that is dark in a browser with a dark theme."""
+    """Returns an SVG image that a browser with a dark theme shows in dark colours."""
     style = f"<style>@media (prefers-color-scheme: dark) {{\n{ON_DARK}}}</style>"
-    svg = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", svg)  # a hundredth of a point is enough
+    # A hundredth of a point is precise enough for coordinates.
+    svg = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", svg)
     return re.sub(r"<svg[^>]*>", lambda found: f"{found[0]}\n{style}", svg, count=1)
 
 
 def keep(name: str, executed: Path) -> None:
-    """Replaces the files of a notebook in the gallery: its page, and for a paper its figures and
-    claims.
+    """Replaces all gallery files of a notebook: its page, and for a paper its figures and claims.
 
     Raises:
-        ConfigError: a figure of a paper cannot be drawn.
+        ConfigError: A figure of a paper cannot be drawn.
     """
     GALLERY.mkdir(exist_ok=True)
     write_page(name, executed)
@@ -171,13 +175,14 @@ def keep(name: str, executed: Path) -> None:
     if missing := [f"{figure}: {why}" for figure, why in told.items() if why]:
         raise ConfigError("; ".join(missing))
     for drawn in (file for figure in figures for file in GALLERY.glob(f"{figure}.png")):
-        drawn.unlink()  # its SVG has all detail
+        # The gallery shows the SVG of this figure, which has all detail, so the PNG is removed.
+        drawn.unlink()
     (GALLERY / f"claims_{paper}.md").write_text(page(paper, runs), encoding="utf-8")
 
 
 def _clean(output: NotebookNode, stem: str, source: str = "") -> None:
-    """Reduces an output to the type that its page shows, and removes terminal colours and paths of
-    this machine.
+    """Reduces a cell output to the MIME type that the gallery page shows. Removes terminal colours
+    and paths of this machine.
     """
     from nbconvert.filters import strip_ansi
 
@@ -201,10 +206,10 @@ def _clean(output: NotebookNode, stem: str, source: str = "") -> None:
 
 
 def _fenced(data: NotebookNode, language: str) -> str:
-    """Returns code that a cell shows as a Markdown block, with general paths in place of the paths
-    of this machine.
+    """Returns code as a Markdown code block, in which general paths replace the paths of this
+    machine.
 
-    Python code is marked `py`, because `python` marks the cells of the notebook.
+    Python code has the language name `py`, because `python` already marks the notebook's cells.
     """
     code = data["text/plain"].replace(sys.prefix, "/path/of/environment")
     code = code.replace(str(REPOSITORY), "/path/of/kit").rstrip()
@@ -212,8 +217,8 @@ def _fenced(data: NotebookNode, language: str) -> str:
 
 
 def _hosted(text: str, stem: str) -> str:
-    """Returns HTML as a code host shows it: without styles and blank lines, with drawings of the
-    light theme as files.
+    """Returns HTML in a form that a code host displays: without styles and blank lines, and with
+    links to image files of the light theme.
     """
     text = re.sub(r"<style>.*?</style>|<img class='kit-dark'[^>]*>", "", text, flags=re.DOTALL)
     text = re.sub(r" style='(?:min-width:\w+;)?text-align:(\w+)'", r" align='\1'", text)
@@ -222,12 +227,13 @@ def _hosted(text: str, stem: str) -> str:
         svg = base64.b64decode(drawing[1]).decode()
         (GALLERY / f"{stem}.svg").write_text(in_both_themes(svg), encoding="utf-8")
         text = text.replace(drawing[0], f"{stem}.svg")
-    return re.sub(r"\n(?=\s*\n)", "\n<!-- -->", text)  # an empty line would end the HTML
+    # An empty line would end the HTML block in Markdown.
+    return re.sub(r"\n(?=\s*\n)", "\n<!-- -->", text)
 
 
 def main() -> int:
-    """Runs the named notebooks, by default all, replaces their pictures and returns the exit
-    code.
+    """Runs the named notebooks, by default all notebooks, and replaces their gallery files. Returns
+    the exit code.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.gallery", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="e.g. 00_quickstart; default all")

@@ -21,7 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REAL = "nvidia-cuda-runtime", "nvidia-cuda-cupti"
-"""Packages whose functions `import torch` and a profile of the CPU call."""
+"""NVIDIA packages that are installed without stubs, because `import torch` and profiling on the CPU
+call their functions.
+"""
 TESTS = (
     "tests/test_torch_private.py",
     "tests/run",
@@ -35,15 +37,15 @@ TESTS = (
     "tests/engines/test_fake_gpu.py",
     "tests/test_train.py",
 )
-"""Tests of what differs between releases: checkpoints, process groups, DTensor, FSDP2, pipelining,
-compilation, the profiler, attention within documents."""
+"""Tests of code that depends on the torch release: checkpoints, process groups, DTensor, FSDP2,
+pipelining, compilation, the profiler, and attention within documents."""
 
 
 def main(version: str, folder: str, arguments: list[str]) -> int:
-    """Makes the environment if it is missing, runs the tests in it, and returns 1 if one failed.
+    """Makes the environment if it is missing, runs the tests in it, and returns 1 if a test failed.
 
-    Each file has a process of its own: a CUDA build of torch cannot fork ranks after a backward
-    pass of the same process has started its threads. Two processes run at a time.
+    Each test file runs in a separate process. A CUDA build of torch cannot fork ranks after a
+    backward pass of the same process has started its threads. Two processes run at a time.
     """
     python = installed(version, Path(folder).absolute())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -52,7 +54,7 @@ def main(version: str, folder: str, arguments: list[str]) -> int:
 
 
 def run_file(python: Path, file: str) -> int:
-    """Runs the tests of a file or folder, prints their output, and returns 1 if one failed."""
+    """Runs the tests of a file or folder, prints their output, and returns 1 if a test failed."""
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -61,13 +63,13 @@ def run_file(python: Path, file: str) -> int:
 
 
 def installed(version: str, folder: Path) -> Path:
-    """Returns the Python of an environment with this release of torch."""
+    """Returns the path of the Python in an environment with this torch release."""
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         site = next(folder.glob("lib/python3*/site-packages"))
         pip_install(python, f"torch=={version}")
-        # Triton is needed by the tests that look at the code generated for a GPU.
+        # Triton is needed by the tests that check the code generated for a GPU.
         needs = next(site.glob("torch-*.dist-info/METADATA")).read_text()
         triton = re.findall(r"^Requires-Dist: (triton==[\w.]+)", needs, re.M)
         if triton:
@@ -78,7 +80,8 @@ def installed(version: str, folder: Path) -> Path:
             suffix = f"-cu{major}" if major < 13 else ""
             pip_install(python, *(f"{name}{suffix}=={major}.{minor}.*" for name in REAL))
             write_stubs(site)
-        # In this order: the project, torch of this environment, the other packages.
+        # Folders on sys.path, in this order: the project, the environment with its torch, the other
+        # packages.
         (site / "a_project.pth").write_text(f"{ROOT}\n")
         (site / "b_packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         done.touch()
@@ -86,13 +89,13 @@ def installed(version: str, folder: Path) -> Path:
 
 
 def pip_install(python: Path, *packages: str) -> None:
-    """Installs packages without what they depend on."""
+    """Installs packages without their dependencies."""
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
     subprocess.run([python, "-m", "pip", "install", *options, *packages], check=True)
 
 
 def write_stubs(site: Path) -> None:
-    """Writes a stub for each library of NVIDIA that torch's libraries name and that is missing."""
+    """Writes a stub for each missing NVIDIA library that torch's libraries are linked with."""
     folder = site / "torch" / "lib"
     files = [*folder.glob("*.so*"), *site.glob("nvidia/**/*.so*")]
     needed: set[str] = set()
@@ -121,14 +124,15 @@ def write_stubs(site: Path) -> None:
             if owners.get(version) in stubs:
                 stubs[owners[version]][version].append(name)
         elif re.match(r"cu[A-Za-z]|nccl|nvshmem|nvrtc|nvtx", name):
-            stubs[missing[0]][""].append(name)  # any library may define it
+            # This symbol names no library, so any stub may define it.
+            stubs[missing[0]][""].append(name)
     for name in missing:
         write_stub(folder / name, stubs[name])
 
 
 def version_owners(file: Path) -> dict[str, str]:
-    """Returns the name of the library that must define each version of a symbol, by the name of the
-    version.
+    """Returns a dict from each symbol version that a library requires to the name of the library
+    that must define the version.
     """
     owners: dict[str, str] = {}
     library = ""
@@ -141,8 +145,8 @@ def version_owners(file: Path) -> dict[str, str]:
 
 
 def write_stub(file: Path, symbols: dict[str, list[str]]) -> None:
-    """Writes a shared library with functions of these names. `symbols` has the names by version of
-    the symbol.
+    """Writes a shared library that defines functions with the given names. `symbols` maps a symbol
+    version to the names of its functions.
     """
     names = [name for versioned in symbols.values() for name in versioned]
     source, versions = file.with_suffix(".c"), file.with_suffix(".map")
@@ -162,7 +166,7 @@ def write_stub(file: Path, symbols: dict[str, list[str]]) -> None:
 
 
 def output(*command: str | Path) -> str:
-    """Returns what a command prints."""
+    """Returns the standard output of a command."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

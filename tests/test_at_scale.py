@@ -1,4 +1,6 @@
-"""`at_scale`: a notebook trains its own demo, or the reader's model on the reader's cluster."""
+"""`at_scale`: a notebook trains either its own demo model, or a user's model on the user's
+cluster.
+"""
 
 import json
 from pathlib import Path
@@ -17,8 +19,8 @@ OWN = Recipe(data="demo", num_steps=96, learning_rate=3e-3, **EVERY)
 
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dataset, spec):
-    """Returns a function that calls `at_scale` for a cluster with files of the reader. Keywords
-    change the arguments.
+    """Returns a function that calls `at_scale("cluster", ...)` with files of a user. Keywords
+    replace its arguments.
     """
     monkeypatch.chdir(tmp_path)
     slurm = '[slurm]\naccount = "mine"\npartition = "gpu"\n'
@@ -43,7 +45,7 @@ def test_demo_scale_ignores_other_arguments() -> None:
 
 
 def test_cluster_scale_uses_files_and_demo_steps(given, spec, tiny_dataset) -> None:
-    """Learning rates come from the reader's recipe, the number of steps from the notebook."""
+    """Learning rates come from the user's recipe. The number of steps comes from the notebook."""
     got = given()
     assert got.site.slurm.account == "mine" and got.spec == spec and got.plan.data_parallel == 4
     assert got.other_plan == got.plan.replace(data_parallel=2)

@@ -1,8 +1,8 @@
-"""What users rely on: imported names, commands, and files of older versions.
+"""Interfaces that users rely on: imported names, commands, and files of older versions.
 
-`tests/contract` holds a dataset and a run of an older version, which its README.md names. Files
-that are written now have every key of the older files, and may have more. CHANGELOG.md lists what
-is removed.
+`tests/contract` holds a dataset and a run that an older version wrote. Its README.md names the
+version. Files that the present version writes have every key of the older files, and may have more
+keys. CHANGELOG.md lists removed interfaces.
 """
 
 import filecmp
@@ -61,8 +61,8 @@ NAMES = {
     "kit.estimate.rehearsal": "rehearse",
     "kit.config.spec": "FlopBasis PRESETS",
 }
-"""Names that README.md and the notebooks import from the `__init__.py` of a package or from a
-module."""
+"""Names that README.md and the notebooks import, by the package or module from which they are
+imported."""
 
 COMMANDS = {
     "bench": "--apply",
@@ -85,7 +85,9 @@ COMMANDS = {
     "validate": "",
     "watch": "",
 }
-"""Commands in README.md and the notebooks, with their options."""
+"""Commands in README.md and the notebooks. Value: the options that these documents use with the
+command.
+"""
 
 TYPED = {
     "figures": (
@@ -105,7 +107,7 @@ TYPED = {
     ),
     "suites": "default smoke curve hlat",
 }
-"""Names of figures, models, recipes, sites and suites that commands accept."""
+"""Names of figures, models, recipes, sites and suites that users type in commands."""
 
 READERS = ("status", "watch", "status --why", "logs", "runs", "export --format csv", "figure")
 """Commands that only read a run."""
@@ -143,10 +145,11 @@ data/dataset.json train
 data/dataset.json files 0
 data/validation.jsonl
 """
-"""Places in the sample: a file (the last line of a .jsonl file), and keys that lead into its
-value."""
+"""Values in the sample files. Each line has a pattern of file names, and the keys that lead to the
+value inside the file. In a .jsonl file, the last line is used."""
 
-# Results of this version on the sample. Tolerances allow other processors and versions of torch.
+# Results of the present version on the sample. Tolerances allow for other processors and torch
+# versions.
 WEIGHTS = "857b795f652f4a20ffe05c6dbc691c2a00dc951c0806f4e2c975b26a794dfeb3"
 EXPORTED = "1a9365dcdf79ab140557b5b09623154938b6c0192bcc442ac149ff232b710c24"
 LOSSES = {1: 5.667613983154297, 23: 3.4970169067382812, 24: 3.4015421867370605}
@@ -154,14 +157,20 @@ LOSSES |= {40: 3.103914260864258}
 VALIDATION = {30: 3.2845959663391113, 40: 3.1611571311950684}
 NEXT = [3.12924528, 3.08256340, 3.13108062, 3.07615685, 3.05746078, 3.16958117]
 BITS_PER_BYTE = 2.9985530035466965
-"""Bits per byte of the four documents in the sample's report, which were drawn at random."""
+"""Bits per byte of the four documents, drawn at random, that the sample's evaluation report
+scored.
+"""
 BITS_PER_BYTE_OF_ALL = 2.9820630299597894
-"""Bits per byte of all eight documents, computed by the code that wrote the sample."""
+"""Bits per byte of all eight documents of the validation set, computed by the version that wrote
+the sample.
+"""
 FIRST_TOKENS = [48, 65, 286, 221, 21, 199, 199, 45, 89, 266, 69, 73]
 
 
 def moved(folder: Path) -> Path:
-    """Returns a copy of the sample in another folder. Its recipe has the new path of the data."""
+    """Returns a copy of the sample in another folder. The recipe of the copied run names the new
+    path of the data.
+    """
     shutil.copytree(SAMPLE, folder)
     recipe = folder / "run" / "recipe.json"
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"data": str(folder / "data")}))
@@ -180,8 +189,8 @@ def run(sample: Path) -> kit.Run:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample after the present code has resumed the run, scored it, and built the dataset
-    again.
+    """A copy of the sample after the present version has resumed its run, scored the run, and built
+    the dataset again.
     """
     folder = moved(tmp_path_factory.mktemp("fresh") / "went on")
     shutil.rmtree(folder / "run" / "eval")
@@ -200,14 +209,16 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(*words: str | Path) -> str:
-    """Returns what a command prints."""
+    """Runs a command that must succeed, and returns its standard output."""
     answer = CliRunner().invoke(app, list(map(str, words)))
     assert answer.exit_code == 0, (words, answer.output, answer.exception)
     return answer.stdout
 
 
 def written(folder: Path, place: str) -> list[dict[str, Any]]:
-    """Returns the value at one of `PLACES`, for each file that matches."""
+    """Returns the values at one line of `PLACES`, one value for each file that matches the
+    pattern.
+    """
     pattern, *within = place.split()
     values = []
     for file in folder.glob(pattern):
@@ -221,7 +232,7 @@ def written(folder: Path, place: str) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path, attempts: set[int]) -> list[dict[str, Any]]:
-    """Returns the rows of the metrics that some attempts wrote."""
+    """Returns the rows of metrics.jsonl that the given attempts wrote."""
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["attempt"] in attempts]
 
@@ -336,7 +347,7 @@ def test_commands_read_an_older_run(words: str, sample: Path) -> None:
 
 
 def test_older_checkpoint_keeps_its_weights(run: kit.Run, tmp_path: Path) -> None:
-    """The weights are equal when loaded from the checkpoint and from its export."""
+    """Weights loaded from the checkpoint equal the weights loaded from its export."""
     assert run.checkpoints.steps() == [40]
     manifest = run.checkpoints.manifest(40)
     assert (manifest.step, manifest.samples, manifest.tokens) == (40, 320, 10240)

@@ -1,4 +1,4 @@
-"""`kit.demo`: notebooks that a terminal executes."""
+"""`kit.demo`, in notebooks that are executed from a terminal."""
 
 import nbformat
 
@@ -15,7 +15,9 @@ threading.Thread(target=contextvars.copy_context().run, args=(refresh,)).start()
 
 
 def test_picture_is_refreshed_while_another_cell_runs(tmp_path):
-    """A dashboard refreshes its saved picture on behalf of the cell that shows it."""
+    """The dashboard updates its static image in the output of the cell that displays it, while
+    another cell runs.
+    """
     cells = [nbformat.v4.new_code_cell(source) for source in (VIEW, "time.sleep(2)")]
     notebook, executed = tmp_path / "notebook.ipynb", tmp_path / "executed.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)

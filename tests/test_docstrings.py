@@ -16,7 +16,7 @@ def test_every_public_name_has_a_docstring() -> None:
     assert all(inspect.getdoc(getattr(kit, name)) for name in kit.__all__)
 
 
-# Takes ten seconds on an idle machine: a job of five steps.
+# The examples take ten seconds on an idle machine, because they run a job of five steps.
 @pytest.mark.timeout(600)
 def test_docstring_examples_run_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The gallery: the files that a notebook leaves there, and their content."""
+"""Gallery of the notebooks: the files that are written for each notebook, and their content."""
 
 import base64
 import io
@@ -34,8 +34,8 @@ def picture() -> str:
 
 
 def test_page_shows_outputs_without_machine_details(folder: Path, tmp_path: Path) -> None:
-    """The page has no terminal colours, paths of this machine or dark figures. Older pictures of
-    the notebook are removed.
+    """The page has no terminal colours, no paths of this machine and no dark figures. Images from
+    an earlier execution of the notebook are removed.
     """
     folder.mkdir()
     for name in ("a--old.png", "b--other.png"):
@@ -121,7 +121,7 @@ def test_gallery_is_small_and_linked_from_readme() -> None:
 def test_gallery_saves_every_figure_of_a_paper(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A figure that cannot be drawn is an error."""
+    """If a figure cannot be drawn, an error is raised."""
     quick = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-averaging")}
     monkeypatch.setattr(gallery, "PAPERS", {"paper": ("hlat", quick, "study")})
     monkeypatch.setattr(gallery, "write_page", lambda name, executed: None)

@@ -10,7 +10,7 @@ from tests.support.sources import ROOT
 
 
 def contains(group: Group, file: str) -> bool:
-    """Returns whether pytest collects a file in a group, whatever the keywords."""
+    """Returns whether a file belongs to a group by its paths. Keywords of the group are ignored."""
     selected, ignored = (
         any(Path(file).is_relative_to(path) for path in paths)
         for paths in (group.paths, group.ignored)
@@ -40,7 +40,7 @@ def test_groups_split_the_notebooks_by_keywords() -> None:
 
 
 def test_groups_continue_after_a_failure(capfdbinary) -> None:
-    """The output of a group is printed in one piece."""
+    """The output of a group is printed as one block when the group has ended."""
     commands = {
         "first": ["sh", "-c", "echo one; sleep 1; echo two; exit 3"],
         "second": ["sh", "-c", "echo three"],

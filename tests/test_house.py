@@ -1,5 +1,5 @@
-"""Rules of the source code: modules import only lower layers of kit/README.md, and some tasks
-belong to one module.
+"""Rules of the source code. Modules import only from lower layers, as listed in kit/README.md, and
+some tasks are done in one module only.
 """
 
 import ast
@@ -18,7 +18,9 @@ from tests.support.sources import ROOT, nodes
 
 
 def layers(package: str) -> dict[str, int]:
-    """Returns the line of each layer of a package in kit/README.md. Lower layers come first."""
+    """Returns a dict from each layer of a package to its line number in kit/README.md. Lower layers
+    have smaller numbers.
+    """
     text = (ROOT / "kit" / "README.md").read_text()
     cells = enumerate(re.findall(rf"^\| (`{package}\.[^|]*) \|", text, re.M))
     return {name: line for line, cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
@@ -26,15 +28,15 @@ def layers(package: str) -> dict[str, int]:
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Returns the files of all modules by name."""
+    """Returns a dict from the name of each module to its file."""
     names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in nodes()}
     return {name.removesuffix(".__init__"): file for file, name in names.items()}
 
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Returns for each module the modules of `kit` and `cluster` that it imports, at its top or
-    anywhere in it.
+    """Returns for each module the modules of `kit` and `cluster` that it imports, at module level
+    or inside functions.
     """
     files = modules()
     found = {}
@@ -51,14 +53,16 @@ def imports() -> dict[str, set[str]]:
 
 
 def layer_of(module: str, known: dict[str, int]) -> str:
-    """Returns the innermost layer that a module is in."""
+    """Returns the most specific layer that contains a module, or an empty string."""
     return max(
         (layer for layer in known if f"{module}.".startswith(f"{layer}.")), key=len, default=""
     )
 
 
 def upward(graph: dict[str, set[str]], known: dict[str, int]) -> list[str]:
-    """Returns the imports that go from a lower layer to a higher one."""
+    """Returns the imports of a higher layer by a lower layer, as texts "importing module ->
+    imported module".
+    """
     level = {module: known.get(layer_of(module, known), -1) for module in graph}
     pairs = [(a, b) for a in graph for b in graph[a] if a.split(".")[0] == b.split(".")[0]]
     return [f"{a} -> {b}" for a, b in pairs if level[b] > level[a]]
@@ -79,8 +83,8 @@ def test_no_module_imports_a_higher_layer(package):
 
 
 def without_faces() -> dict[str, set[str]]:
-    """Returns all imports, except those of and by `kit` and `cluster`, which re-export other
-    modules.
+    """Returns all imports except those from or by the top-level packages `kit` and `cluster`, which
+    only re-export other modules.
     """
     faces = {"kit", "cluster"}
     return {module: names - faces for module, names in imports().items() if module not in faces}
@@ -96,9 +100,10 @@ def test_imports_have_no_cycle():
 
 
 def test_ranks_import_only_training_layers():
-    """No planner, dashboard or converter: thousands of ranks read these files from one file system.
+    """Ranks do not import the planner, the dashboard or converters, because thousands of ranks read
+    the imported files from one file system.
 
-    Code that builds data, measures and launches is imported with `kit` and `kit.data`.
+    Code that builds data, measures or launches is allowed, because `kit` and `kit.data` import it.
     """
     command = [sys.executable, "-c", "import sys, kit.train; print(*sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -114,15 +119,15 @@ RANK_LAYERS = {
         " torch_private train trainer"
     ).split()
 }
-"""Layers of the kit that `import kit.train` loads."""
+"""Layers of the kit that a rank imports with `import kit.train`."""
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
     ("kit.cli.data", "kit"),
     ("kit.launcher", "kit"),
     ("kit.launcher", "kit.train"),
 }
-"""Modules that a lower layer starts by name, with `python -m` or `import_module`, which no import
-shows."""
+"""Pairs (module, name that it starts). The module starts a module of a higher layer by its name,
+with `python -m` or `import_module`, so no import statement shows this."""
 
 
 def test_modules_started_by_name_are_listed():
@@ -139,7 +144,7 @@ def test_modules_started_by_name_are_listed():
 def started(node: ast.AST) -> set[str]:
     """Returns the modules that a node of a syntax tree starts by name.
 
-    No other call starts Python, as test_python_is_started_by_one_module checks.
+    No other call starts Python, which test_python_is_started_by_one_module checks.
     """
     names = set[str]()
     if isinstance(node, ast.Call):
@@ -155,30 +160,35 @@ def started(node: ast.AST) -> set[str]:
 
 PYTHON_WITHOUT_COMMAND = {
     "cluster/interpreter.py",
-    "cluster/login/submit.py",  # replaces the path by the remote Python
-    "cluster/render.py",  # uses only its environment
-    "cluster/slurm/__init__.py",  # passed to cluster.slurm.script
-    "cluster/slurm/container.py",  # in a message
-    "cluster/slurm/script.py",  # passed to source_command
-    "kit/data/wheels.py",  # in a message
-    "kit/evaluate/sandbox.py",  # starts Python with -I
+    # The path of the local Python is replaced by the path of the remote Python.
+    "cluster/login/submit.py",
+    "cluster/render.py",  # The path is used to find the environment of this Python.
+    "cluster/slurm/__init__.py",  # The path is passed to cluster.slurm.script.
+    "cluster/slurm/container.py",  # The path appears in an error message.
+    "cluster/slurm/script.py",  # The path is passed to source_command.
+    "kit/data/wheels.py",  # The path appears in an error message.
+    "kit/evaluate/sandbox.py",  # Python is started with the option -I.
 }
-"""Files that name `sys.executable`, which no other file may."""
+"""Files that use `sys.executable` without the function that builds Python commands. The reason
+follows each file. No other file may use it.
+"""
 ADVICE = {
     "cluster/sandbox/__main__.py",
     "cluster/slurm/preflight.py",
     "kit/measure/collectives.py",
     "kit/papers/hlat_training.py",
 }
-"""Files with a command that a person types, which starts Python."""
+"""Files with a Python command that a person types. These commands may lack the option -P."""
 STARTS_PYTHON = re.compile(r"python[\w.}\"']*(?: -[^P\s]\S*)* -[mc]\b")
-"""Matches a command in a script that starts Python without -P."""
+"""Matches a command in a script that starts Python without the option -P."""
 WRONG_STARTS = ["python -m kit", "exec {python} -u -m kit", "python3.12 -c code"]
 RIGHT_STARTS = ["python -P -m kit", "{python} -P -S -m kit", "python3 -I -c code"]
 
 
 def test_python_is_started_by_one_module():
-    """Python that gets the working directory on sys.path imports a user's token.py or torch.py."""
+    """Without the option -P, Python puts the working directory on sys.path and imports a user's
+    token.py or torch.py.
+    """
     assert all(map(STARTS_PYTHON.search, WRONG_STARTS))
     assert not any(STARTS_PYTHON.search(text.replace("-I", "-P")) for text in RIGHT_STARTS)
     naming, wrong = set(), []
@@ -188,7 +198,8 @@ def test_python_is_started_by_one_module():
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
                 naming.add(path)
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                is_shown = "`" in node.value or "\n" in node.value  # advice in errors, docstrings
+                # The text is advice in an error message, or a docstring.
+                is_shown = "`" in node.value or "\n" in node.value
                 if STARTS_PYTHON.search(node.value) and not is_shown and path not in ADVICE:
                     wrong.append(f"{path}: {node.value}")
     assert naming == PYTHON_WITHOUT_COMMAND
@@ -209,7 +220,9 @@ def test_private_names_of_torch_are_in_one_file():
 
 
 def test_engine_names_are_compared_in_engines_only():
-    """Other code reads the features of an engine from `kit.engines.capabilities`."""
+    """Code outside `kit.engines` reads the features of an engine from
+    `kit.engines.capabilities`.
+    """
     wrong = []
     for file, parts in nodes().items():
         path = str(file.relative_to(ROOT))
@@ -230,16 +243,16 @@ def test_engine_names_are_compared_in_engines_only():
 
 
 ENTRIES = {
-    "cluster/attempts.py",  # a supervisor that a user starts by hand
+    "cluster/attempts.py",  # A user may start a supervisor by hand.
     "cluster/submission.py",
-    "kit/cli/options.py",  # an output file in a run directory
+    "kit/cli/options.py",  # A user may choose an output file inside a run directory.
     "kit/interop/logs/importers.py",
     "kit/launcher.py",
 }
-"""Files that check the owner of a run directory by its path, once each. Other code has an object
-that holds the directory: see `cluster.ownership.Owned`."""
+"""Files that check once, by path, who owns a run directory. All other code receives an object for a
+checked directory: see `cluster.ownership.Owned`."""
 FILES_OF_OTHERS = {"cluster/files.py", "cluster/ownership.py", "kit/monitor/export.py"}
-"""Files that check who owns a file. `export.py` checks wandb's settings."""
+"""Files that check the owner of a single file. `export.py` checks the settings file of wandb."""
 
 
 def test_run_ownership_is_checked_at_entry_points():
@@ -248,7 +261,9 @@ def test_run_ownership_is_checked_at_entry_points():
 
 
 def test_run_mirrors_are_used_by_few_modules():
-    """`Run.open` updates a mirror, and a job acts on the machine where it runs."""
+    """Other code needs no mirror: `Run.open` updates the local mirror of a remote run, and a job
+    reads the run on the machine where it runs.
+    """
     importers = {module for module, names in imports().items() if "cluster.login.mirror" in names}
     assert {name for name in importers if name.startswith("kit.")} == KNOW_MIRRORS
     found = [*uses("mirror_of"), *uses("refresh")]
@@ -259,7 +274,9 @@ KNOW_MIRRORS = {"kit.cli.options", "kit.run", "kit.run.checkpoint"}
 
 
 def uses(function: str) -> list[str]:
-    """Returns the file of each use of a function by its name. Imports do not count."""
+    """Returns the file of each use of a function's name, one entry per use. Imports do not
+    count.
+    """
     return [
         str(file.relative_to(ROOT))
         for file, parts in nodes().items()

@@ -1,4 +1,4 @@
-"""The notebooks: rules for their form, and a run of each in the environment of a reader."""
+"""Notebooks: rules for their form, and an execution of each notebook in a user's environment."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ from tests.support.environments import outside
 FOLDER = REPOSITORY / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 AT_A_SCALE = ("00_quickstart", "03_launch_jobs", "05_evaluate")
-"""Notebooks whose last section trains a model of the reader on the reader's cluster."""
+"""Notebooks whose last section can train a user's model on the user's cluster."""
 MAX_CODE_CELLS, MAX_LINES, MAX_STATEMENTS, MAX_FIRST_IMPORTS = 25, 30, 18, 5
 EXECUTE = "import sys, pathlib, kit.demo; kit.demo.execute(*map(pathlib.Path, sys.argv[1:]))"
 by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
@@ -27,8 +27,8 @@ by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: no
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder laid out like the repository, so that notebooks write nothing into the repository.
-    All notebooks share one dataset.
+    """A folder with the repository's layout in which notebooks are executed, so that they write
+    nothing into the repository. All notebooks share one dataset.
     """
     workplace = tmp_path_factory.mktemp("notebooks")
     (workplace / "notebooks").mkdir()
@@ -73,11 +73,11 @@ MISUSES = (
     "reportMissingImports",
     "reportUndefinedVariable",
 )
-"""Rules of pyright for a name that does not exist and for a call with the wrong arguments."""
+"""Rules of pyright that report a missing name or a call with wrong arguments."""
 
 
 def test_names_in_code_cells_exist(tmp_path: Path) -> None:
-    """A renamed function or field is found within seconds, without running a notebook."""
+    """pyright finds a renamed function or field within seconds, without executing a notebook."""
     for notebook in NOTEBOOKS:
         cells = nbformat.read(notebook, as_version=4).cells
         code = [cell.source for cell in cells if cell.cell_type == "code"]

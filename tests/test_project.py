@@ -1,4 +1,6 @@
-"""Rules of the project: one list of dependencies, imports in one direction, light imports."""
+"""Rules of the project: one list of dependencies, imports between packages in one direction only,
+and cheap imports.
+"""
 
 import ast
 import itertools
@@ -25,7 +27,7 @@ def requirement_name(requirement: str) -> str:
 
 
 def notebooks() -> list[str]:
-    """Returns the requirements of the extra `notebooks`, which consists of the other extras."""
+    """Returns the requirements of the extra `notebooks`, which combines several other extras."""
     extras = PYPROJECT["optional-dependencies"]
     (itself,) = extras["notebooks"]
     return [each for extra in re.split(r"[\[\],]", itself)[1:-1] for each in extras[extra]]
@@ -104,7 +106,7 @@ def test_package_import_loads_no_heavy_dependency(package):
 
 
 def test_search_needs_only_numpy_and_rich(tmp_path: Path):
-    """The search runs where torch does not, as in a browser's Python."""
+    """The layout search runs without torch, for example in Python in a browser."""
     allowed = {"numpy", "rich", "pygments", "markdown_it", "mdurl", "kit", "cluster"}
     program = tmp_path / "alone.py"
     program.write_text(
@@ -130,7 +132,9 @@ print(len(found.order), found)
 
 
 def test_packages_come_from_this_checkout():
-    """PyPI has packages of both names, so a wrong package would be imported without an error."""
+    """PyPI has other packages named `kit` and `cluster`, so a wrong package could be imported
+    without an error.
+    """
     import cluster
     import kit
 
@@ -147,7 +151,7 @@ def test_every_module_has_a_docstring():
     ("runs", "taken"), [(("3.13", "3.14"), "python3.13"), (("",), "python3"), ((), None)]
 )
 def test_make_selects_a_supported_python(runs, taken, tmp_path):
-    """Without a supported Python, make prints the command that names one."""
+    """Without a supported Python, make prints the command with which the user names a Python."""
     (tmp_path / "bin").mkdir()
     for version in ("3.11", "3.12", "3.13", "3.14", ""):
         shim = tmp_path / "bin" / f"python{version or 3}"

@@ -1,4 +1,4 @@
-"""Numbers in the sentences of notebooks equal numbers in their code and outputs."""
+"""Numbers in the sentences of notebooks equal numbers in the code or outputs of the notebook."""
 
 import pytest
 
@@ -35,7 +35,7 @@ SAID = {
     "200": "of the paper",
     "1.8": "trillion tokens, of the paper",
 }
-"""Numbers that no output shows, and their sources."""
+"""Numbers in sentences that no output shows, with the source of each number."""
 
 of_each = pytest.mark.parametrize(
     "notebook", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem

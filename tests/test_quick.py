@@ -1,5 +1,5 @@
-"""`make quick` leaves out slow tests, and tests that start processes or browsers, even if they
-catch the refusal.
+"""`make quick` skips slow tests, and tests that start processes or browsers. A test is skipped even
+if its code catches the exception that refuses the process.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""README.md: its plan is up to date, and its commands run in their order for a user without any
-files.
+"""README.md: the printed plan is up to date, and all commands succeed in their order for a user who
+has no files yet.
 """
 
 import os
@@ -26,10 +26,10 @@ COMMANDS = re.findall(r"^\| [^|`]+ \| `(kit [^`]+)` \|", TEXT, re.M)
 SAID = re.compile(
     r"^```python\n(.*?)^```|^\$ (kit (?:[^\n]*\\\n)*[^\n]+)$|`(kit [^`\n]+)`", re.M | re.S
 )
-"""Everything that a reader may type, in order: Python code, a command with its output, or a command
-within a sentence. A command may continue over lines."""
+"""Matches the text that a user may type: Python code, a command line after `$`, or a command within
+a sentence. A command may continue over several lines."""
 ON_A_CLUSTER = ("mine.toml", "runs/web")
-"""Words of commands that need Slurm. `tests/cluster` runs these commands."""
+"""Words in commands that need Slurm. These commands are tested in `tests/cluster`."""
 
 
 def test_readme_plan_equals_the_commands_output():
@@ -37,8 +37,8 @@ def test_readme_plan_equals_the_commands_output():
 
 
 def test_readme_prediction_sentence_is_current():
-    """The sentence below the plan has published times, and the prediction of a fit without these
-    runs.
+    """The sentence below the plan has the measured times that were published, and a prediction by a
+    planner model fitted without these runs.
     """
     sentence = re.search(r"^Predicted: ([\d.]+) s.*?\n\n", TEXT, re.M | re.S)
     assert sentence
@@ -66,7 +66,7 @@ def _shape(spec: ModelSpec, plan: Plan) -> tuple[int, int, int, int]:
     return spec.num_params, *degrees
 
 
-# Takes 1.5 minutes on an idle machine, and several times as long on a busy one.
+# The commands take 1.5 minutes on an idle machine, and several times as long on a busy one.
 @pytest.mark.timeout(1800)
 def test_readme_commands_run_in_order_in_empty_home(tmp_path):
     (tmp_path / "home").mkdir()

@@ -1,5 +1,5 @@
-"""Names of `kit` and `cluster` that tests patch exist. Otherwise only the patching test, which may
-be slow, would fail after a rename.
+"""Names of `kit` and `cluster` that tests replace by `monkeypatch` exist. After a rename, this test
+fails within seconds. Otherwise only the patching test would fail, which may be slow.
 """
 
 import ast
@@ -11,8 +11,8 @@ from tests.support.sources import ROOT
 
 
 def replaced(tree: ast.AST) -> list[tuple[str, str]]:
-    """Returns (full name of the patched object, name of the attribute) for each `setattr` of
-    `monkeypatch` in a file on an object of our packages.
+    """Returns (full name of the patched object, name of the replaced attribute) for each
+    `monkeypatch.setattr` in a file that patches our packages.
     """
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"

@@ -1,5 +1,5 @@
-"""Private names of torch that the kit uses exist in the installed release and work as the kit
-needs.
+"""Private names of torch that the kit uses. The installed torch release has these names, and the
+functions behave as the kit needs.
 """
 
 import datetime
@@ -19,7 +19,7 @@ from kit import torch_private
 
 @pytest.fixture
 def fake_group():
-    """A process group of 4 ranks that has only this process, as rank 1."""
+    """A fake process group of 4 ranks. Only rank 1 exists, which is this process."""
     dist.init_process_group("fake", store=torch_private.fake_store(), rank=1, world_size=4)
     yield
     dist.destroy_process_group()
@@ -102,7 +102,9 @@ def test_memory_history_functions_exist():
 
 
 def test_overridden_checkpoint_names_exist():
-    """`kit.run.checkpoint_reader` and `kit.run.checkpoint_writer` override these names."""
+    """`kit.run.checkpoint_reader` and `kit.run.checkpoint_writer` override these methods of
+    torch.
+    """
     assert [*inspect.signature(FileSystemReader._slice_file).parameters][1:] == ["file", "sinfo"]
     assert "_cached_plans_key" in vars(DefaultSavePlanner(enable_plan_caching=True))
     assert torch_private.StorageInfo("name", 0, 1).relative_path == "name"

@@ -1,4 +1,6 @@
-"""Real jobs of several processes: resumed, stopped, moved and failing runs."""
+"""Training jobs of several real processes: resumed, stopped, failing and moved to another
+layout.
+"""
 
 import importlib.metadata
 import io
@@ -32,7 +34,7 @@ from tests.support.attempts import Attempt, finished, lines_of
 from tests.support.fault_cost import DP2
 from tests.support.workers import local_run
 
-STEPS = 120  # of the recipe in conftest.py
+STEPS = 120  # STEPS is the number of steps of the recipe in conftest.py.
 ONE = Plan(micro_batch_size=8, global_batch_size=8)
 PATIENCE_S = 180
 
@@ -44,7 +46,7 @@ def assert_done(run: Run) -> None:
 
 @pytest.fixture
 def forked(monkeypatch) -> None:
-    """Launched and resumed runs have forked ranks, which have ended when the call returns."""
+    """Makes `launch` and `resume` fork the ranks and wait until they have ended."""
 
     def submit(prepared: kit.launcher.Prepared) -> Run:
         run = prepared.run
@@ -77,13 +79,14 @@ def test_run_directory_holds_the_documented_files(unbroken):
 
 
 def test_full_disk_keeps_older_checkpoints(spec, recipe, mount_memory, tmp_path):
-    # Space for bytes but not for files, so that a checkpoint fails in the middle.
+    # The disk has free space but few free inodes, so that a save fails after some files.
     disk = mount_memory("size=64m,nr_inodes=12")
     plan = DP2.replace(data_parallel=1, zero_stage=0)
     often = recipe.replace(checkpoint_every=2)
     prepared = local_run(tmp_path / "run", spec, plan, often)
     prepared.checkpoints.directory.symlink_to(disk)
-    for number in itertools.count():  # leave room for two checkpoints and the beginning of a third
+    # Leave inodes for two checkpoints and for the first files of a third.
+    for number in itertools.count():
         if os.statvfs(disk).f_favail <= 9:
             break
         (disk / f"taken-{number}").touch()
@@ -109,7 +112,7 @@ def test_full_disk_keeps_older_checkpoints(spec, recipe, mount_memory, tmp_path)
     ids=["TP2", "PP2", "PP3 of 4 layers", "ZeRO3"],
 )
 def test_resume_on_another_layout_keeps_the_loss(layout, unbroken, forked, tmp_path):
-    """Repeats the last 20 steps from the checkpoint of step 100 on another layout."""
+    """The last 20 steps are repeated from the checkpoint of step 100 on another layout."""
     shutil.copytree(unbroken.directory, tmp_path / "moved")
     shutil.rmtree(Run.open(tmp_path / "moved").checkpoints.path(STEPS))
     run = kit.resume(
@@ -126,8 +129,8 @@ def test_resume_on_another_layout_keeps_the_loss(layout, unbroken, forked, tmp_p
 
 
 def test_resume_across_shard_sizes_and_data_phases(spec, recipe, forked, tiny_dataset, tmp_path):
-    """States are sharded over all replicas, then over two, then over all. Each attempt has another
-    data mix.
+    """Optimizer states are sharded over all replicas, then over two replicas, then over all again.
+    The data mix differs between the attempts.
     """
     for name in ("web", "code"):
         shutil.copytree(tiny_dataset.directory, tmp_path / name)
@@ -174,8 +177,8 @@ PLACES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_validation_reads_the_requested_sequences(place, spec, recipe, forked, tmp_path):
-    """The batch size does not matter. The learning rate changes no weight, so that the test can
-    compute the loss again on the whole model.
+    """The validation loss does not depend on the batch size. The learning rate is too small to
+    change a weight, so that the test can compute the expected loss with the complete model.
     """
     rates = {"warmup_steps": 0, "learning_rate": 1e-30, "min_learning_rate": 0}
     still = recipe.replace(num_steps=1, validation_every=1, **rates)
@@ -195,8 +198,8 @@ def test_validation_reads_the_requested_sequences(place, spec, recipe, forked, t
 
 @pytest.mark.slow
 def test_checkpoint_after_validation_resumes_exactly(spec, recipe, forked, tmp_path):
-    """A validation gathers the weights. The checkpoint of that step still holds the weights of the
-    optimizer.
+    """A validation gathers the sharded weights. The checkpoint of the same step must still hold the
+    optimizer's weights.
     """
     recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)
     whole = recipe.replace(num_steps=30)
@@ -208,8 +211,8 @@ def test_checkpoint_after_validation_resumes_exactly(spec, recipe, forked, tmp_p
 
 
 def test_more_steps_do_not_move_the_end_of_the_schedule(spec, recipe, forked, tmp_path):
-    """This holds for `kit resume --steps` and for a launch into the same directory. Only
-    decay_steps moves the end.
+    """`kit resume --steps` and a launch into an existing run directory add steps, but do not move
+    the end of the learning rate schedule. Only decay_steps moves the end.
     """
     rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 0}
     recipe = recipe.replace(num_steps=6, validation_every=None, **rates)
@@ -243,7 +246,8 @@ def test_failed_rank_is_reported_with_its_error(spec, recipe, tmp_path, tiny_dat
     run = submit(draft(local_run(tmp_path / "broken", spec, DP2, gone)))
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED
-    # Not rank 0's log: if rank 1 fails first, rank 0 is ended before it can log the error.
+    # The log of rank 0 is not checked. If rank 1 fails first, rank 0 is ended before it logs the
+    # error.
     assert "DataError" in status.reason and "absent" in status.reason
 
 

@@ -9,9 +9,9 @@ from kit.__main__ import main
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """A function that runs a command that must fail, and returns its standard error.
+    """Returns a function that runs a command that must fail, and returns its standard error.
 
-    The exit code must be 1 or 2, and there must be no traceback.
+    The function checks that the exit code is 1 or 2 and that no traceback was printed.
     """
 
     def said(words: str | list[str]) -> str:

@@ -1,4 +1,6 @@
-"""Commands, options, modules, extras and fields that messages and documents name exist."""
+"""Tests that every command, option, module, extra and field that is named in messages and documents
+exists.
+"""
 
 import ast
 import dataclasses
@@ -26,19 +28,23 @@ from kit.errors import install_command
 from tests.support.sources import ROOT, nodes
 
 VALUE = "VALUE"
-"""Placeholder for a value that a message fills in."""
+"""Text that replaces a variable part of a message or command, such as a path."""
 CALLS = {"kit_command": 0, "hint": 1, "advice": 1, "next_step": 1}
-"""Functions that write a command into a message, by name. Value: index of the argument with the
-first word of the command.
+"""Functions that put a command into a message, by name. Value: index of the argument with the first
+word of the command.
 """
 
 EXTRAS = {"MissingPackageError": 1, "install_command": 0}
-"""Callables that take the name of an extra. Value: index of the argument."""
+"""Functions and classes that take the name of an extra (optional dependencies). Value: index of
+this argument.
+"""
 
 
 @functools.cache
 def texts() -> list[tuple[str, str]]:
-    """Returns every text that a user may read, with the place where it is."""
+    """Returns (place, text) for every text that a user may read: string constants in the source,
+    notebooks, README.md and other documents.
+    """
     return [*_texts()]
 
 
@@ -67,7 +73,7 @@ def _texts() -> Iterator[tuple[str, str]]:
 
 
 def said(pattern: str) -> list[tuple[str, Any]]:
-    """Returns (place, match) for each match of a pattern in the texts."""
+    """Returns (place, match) for each match of a pattern in the texts that a user may read."""
     return [(where, found) for where, text in texts() for found in re.findall(pattern, text)]
 
 
@@ -76,7 +82,7 @@ def _word(part: ast.expr) -> str:
 
 
 def advised() -> Iterator[tuple[str, list[str]]]:
-    """Yields the words after `kit` of every command that a text names."""
+    """Yields (place, words after `kit`) for every command in the texts that a user may read."""
     in_quotes = re.compile(r"`kit ([^`]+)`")
     in_the_open = re.compile(r"(?:^|: |\()kit ([a-z][^\n`;,)]*)", re.MULTILINE)
     for where, text in texts():
@@ -89,7 +95,9 @@ COMMANDS = typer.main.get_command(app)
 
 
 def problem(words: list[str]) -> str | None:
-    """Returns what is wrong with a command's name, options or number of arguments, or None."""
+    """Returns an error text if the command's name, options or number of arguments are wrong.
+    Otherwise returns None.
+    """
     command: Any = COMMANDS
     words = [word for word in shlex.split(" ".join(words)) if word != "--json"]
     while hasattr(command, "commands"):
@@ -173,7 +181,9 @@ TABLES = {"slurm": Slurm, "kubernetes": Kubernetes}
 
 
 def test_fields_named_in_messages_exist() -> None:
-    """For example `recipe.checkpoint_every`. Properties and methods of the records count."""
+    """An example is `recipe.checkpoint_every`. Properties and methods of the records are allowed
+    too.
+    """
     pattern = r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?"
     files = ("json", "toml", "py", "preset", "attempt_", "base")
     named = [

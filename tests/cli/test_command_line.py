@@ -1,4 +1,4 @@
-"""The command line: help, printed text, encodings and `kit doctor`."""
+"""The command line: help texts, printed text, encodings, and `kit doctor`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from kit.doctor import SLOW_IMPORT_S
 from kit.estimate.fit.published import FILE
 from tests.support.recorded_runs import recorded_run
 
-# Runs `status` and a failing command, in a process that has another encoding.
+# Program that runs `kit status` and a failing command, in a process with another encoding.
 TWICE = """
 import sys
 from kit.__main__ import main
@@ -32,7 +32,7 @@ for words in (["status", "run"], ["generate", "nowhere", sys.argv[1]]):
 
 
 def test_help_names_commands_and_truncates_no_option(monkeypatch) -> None:
-    """The terminal has 80 columns."""
+    """The help is printed for a terminal of 80 columns."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
     whole = typer.main.get_command(app)
     asked = [[name] for name in whole.commands]  # pyright: ignore[reportAttributeAccessIssue]

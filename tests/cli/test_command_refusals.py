@@ -1,4 +1,4 @@
-"""Refused commands and calls: the error message, and no changed file."""
+"""Commands and calls that are refused: the error message is checked, and no file may change."""
 
 import fcntl
 import hashlib
@@ -42,11 +42,13 @@ from tests.support.runs import new_run
 PLAN = Plan(global_batch_size=8)
 STEPS = 20
 FILES = "--model runs/rep/spec.json --recipe runs/rep/recipe.json --set plan.global_batch_size=8"
-"""Options with the settings of the finished run, as given for a new run."""
+"""Options that pass the settings of the finished run to a command, as for a new run."""
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Returns a hash of every file, the target of every link, and the name of every folder."""
+    """Returns a dict from each path below a folder to the hash of its file, the target of its link,
+    or "/" for a folder.
+    """
 
     def told(path: Path) -> str:
         if path.is_symlink():
@@ -58,7 +60,9 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., None]:
-    """A function: calls an action that must raise an error with a message, and change no file."""
+    """Returns a function that calls an action. The action must raise an error with a message, and
+    must not change any file.
+    """
 
     def check(error: type[Exception], message: str, action: Callable, *given, **named) -> None:
         before = contents(tmp_path)
@@ -74,7 +78,9 @@ def refused(tmp_path: Path) -> Callable[..., None]:
 def finished(
     tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    """A finished run with one answered checkpoint request, created without running a job."""
+    """A finished run with one checkpoint request that was processed. The run's files are written
+    without running a job.
+    """
     monkeypatch.chdir(tmp_path)
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=STEPS, warmup_steps=15)
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
@@ -99,7 +105,9 @@ def finished(
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """A list of the runs that were launched. `launcher.submit` is replaced, so none starts."""
+    """List of the runs that a test has launched. `launcher.submit` is replaced, so no job
+    starts.
+    """
     found: list[Run] = []
 
     def submit(prepared: launcher.Prepared) -> Run:
@@ -111,7 +119,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 
 def go_on(run: Run, **changes: Any) -> Run:
-    """Continues a finished run by 10 steps, with changed arguments of `kit.launch`."""
+    """Launches a finished run again with 10 more steps. Keywords change the arguments of
+    `kit.launch`.
+    """
     recipe = run.recipe.replace(num_steps=STEPS + 10)
     given = {"directory": run.directory, "spec": run.spec, "plan": PLAN, "recipe": recipe}
     return kit.launch(**{**given, **changes})
@@ -122,8 +132,8 @@ def kit_command(words: str) -> None:
 
 
 def one_device(site: Site, **slurm_fields: Any) -> Site:
-    """Returns a site with one device per node and changed fields of Slurm. A CPU core replaces
-    Trainium.
+    """Returns a site with one device per node, and with changed fields of `site.slurm`. A Trainium
+    device is replaced by a CPU core.
     """
     if site.device.trainium is not None:
         site = site.replace(device=Site.load("laptop").device)
@@ -137,8 +147,8 @@ MINE = {"account": "me", "partition": "batch"}
 
 @pytest.fixture
 def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A fake Slurm that refuses all jobs but compile jobs. The value is the list of received
-    commands.
+    """A fake Slurm that accepts compile jobs and refuses all other jobs. The fixture's value is the
+    list of received commands.
     """
     told: list[list[str]] = []
 
@@ -198,7 +208,9 @@ plan demo --site frontier --devices 8 --batch 16 --out a.txt | ConfigError | not
 plan demo --site frontier --devices 2 --batch 8 --tokens -5 | ConfigError | takes 2,048. Give more
 plan demo --site laptop --devices 2 --batch 8 | ConfigError | (`kit bench --out FILE.toml`)
 """
-"""Each row: a command, the type of its error, and a part of the message."""
+"""Table with one refused command per line: command, type of the error, part of the error
+message.
+"""
 
 
 @pytest.mark.parametrize("row", COMMANDS.strip().splitlines())
@@ -218,8 +230,8 @@ def test_refused_command_advises_and_changes_nothing(row, finished, tmp_path, an
 
 
 def test_launch_into_existing_run_keeps_its_settings(finished, started) -> None:
-    """Warm-up, layout and site come from the run unless they are given. The advised command works
-    as printed.
+    """Warm-up, layout and site are taken from the run unless the command gives them. The command
+    that the error message advises works as printed.
     """
     two = "--set plan.tensor_parallel=2"
     message = "has finished its 20 steps, and 20 were asked for"
@@ -362,8 +374,8 @@ def test_job_with_unstartable_program_is_refused(finished, refused, tmp_path) ->
 def test_job_refused_by_slurm_changes_no_file(
     base, cancelled, finished, refused, tmp_path, deaf_slurm
 ) -> None:
-    """Slurm refuses after all checks of the kit. Compile jobs that it accepted before are
-    cancelled.
+    """Slurm refuses the training job after all checks of the kit have passed. The compile jobs that
+    Slurm accepted before are cancelled.
     """
     message, site = "Invalid account", one_device(Site.load(base), **MINE)
     refused(JobError, message, go_on, finished, site=site)

@@ -1,4 +1,4 @@
-"""`kit --help`, and the next command that each command prints."""
+"""`kit --help`, and the next command that each command advises at the end of its output."""
 
 import importlib.metadata
 import re
@@ -23,9 +23,9 @@ from tests.support.recorded_runs import recorded_run
 
 WHOLE = typer.main.get_command(app)
 SAID = re.compile(r"^(?P<text>[^\n]+): kit (?P<words>[^\n]+)$", re.M)
-"""Last line of a command's output, with the next command."""
+"""Matches a line of a command's output that ends with the advised next command."""
 OF_ANOTHER = re.compile(r"\b(as|like) (`kit |--)|\bthe same(,| in)|default: the same", re.I)
-"""Help text that refers to another option instead of a description."""
+"""Matches help text that refers to another option or command, where a description is needed."""
 
 
 def helped(*words: str) -> str:
@@ -54,7 +54,9 @@ def test_examples_of_help_are_valid_commands() -> None:
 
 
 def test_version_option_prints_the_version(monkeypatch) -> None:
-    """A checkout without installed metadata prints `checkout`."""
+    """If the kit is not installed, as in a checkout without metadata, the command prints
+    `checkout`.
+    """
     told = CliRunner().invoke(app, ["--version"])
     version = importlib.metadata.version("pretraining-notebook-kit")
     assert (told.exit_code, told.stdout) == (0, f"kit {version}\n")
@@ -75,7 +77,9 @@ def leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 @pytest.mark.parametrize(("words", "command"), [*leaves(WHOLE)], ids=str)
 def test_help_texts_are_printed_completely(words, command, monkeypatch) -> None:
-    """Words in brackets are not read as colours. Only the width of the terminal wraps lines."""
+    """Words in square brackets are not read as markup for colours. Lines are wrapped only at the
+    width of the terminal.
+    """
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", helped(*words)).split())
     for parameter in command.params:
@@ -117,7 +121,9 @@ doctor                                   | data build data/demo
 FOUND = [
     DoctorFinding(subject="torch", found="2.13", ok=ok, advice="wait") for ok in (True, None, False)
 ]
-"""Findings of `kit doctor` in place of real checks. test_command_line.py runs the checks."""
+"""Replaces the findings of the real checks of `kit doctor`. test_command_line.py runs the real
+checks.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> list[str]:
-    """Runs a command, and returns the next commands that it prints."""
+    """Runs a `kit` command, and returns the next commands that its output advises."""
     monkeypatch.setattr(sys, "argv", ["kit", *shlex.split(words)])
     with pytest.raises(SystemExit) as end:
         main()

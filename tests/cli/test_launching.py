@@ -1,4 +1,4 @@
-"""`kit launch`: origin of recipe and layout, options, `--show` and Ctrl-C."""
+"""`kit launch`: source of recipe and layout, options, `--show`, and Ctrl-C."""
 
 import json
 import os
@@ -149,7 +149,9 @@ def test_plan_advises_launch_with_its_sequence_length(capsys) -> None:
     [(1024, None, "hlat-7b"), (64, None, "recipe.toml"), (1024, 2048, "recipe.toml")],
 )
 def test_plan_advises_published_recipe_for_its_batch(capsys, batch, length, recipe) -> None:
-    """The advised command launches the model, layout, batch and sequence length of the plan."""
+    """`kit plan` prints a launch command. The command uses the plan's model, layout, batch size and
+    sequence length.
+    """
     words = f"plan hlat-7b --site trn1.32xlarge --devices 64 --batch {batch} --out plan.json"
     words += f" --seq {length}" if length else ""
     app(words.split(), standalone_mode=False)
@@ -180,7 +182,7 @@ def test_show_prints_all_scripts_and_missing_values(capsys) -> None:
     lines = said.err.splitlines()
     assert lines[0] == "Asked of Slurm where the site file says nothing:"
     derived = lines[1 : lines.index("Still to fill in:")]
-    # The head of the script has these lines too.
+    # The comments at the beginning of the script contain these lines too.
     assert derived and all(f"\n#   {line.strip()}\n" in running for line in derived)
     marked = [line for line in said.out.splitlines() if "EDIT" in line]
     assert len(marked) == sum(".sh, line" in line for line in lines) > 0
@@ -205,7 +207,9 @@ def test_show_of_one_script_prints_only_the_script(capsys) -> None:
 
 
 def interrupted(*given: Any) -> None:
-    """Replaces Ctrl-C. If a script runs the tests in the background, SIGINT has no effect."""
+    """Raises KeyboardInterrupt, as Ctrl-C does. A signal is not used, because SIGINT has no effect
+    if a script runs the tests in the background.
+    """
     raise KeyboardInterrupt
 
 
@@ -240,7 +244,8 @@ def test_show_prints_the_epochs_of_each_source(tiny_dataset, tmp_path, capsys) -
     launch("--recipe mix.toml --model demo --set spec.sequence_length=64 --show")
     *told, vocabulary = capsys.readouterr().err.splitlines()
     assert "has 4,096 tokens and the tokenizer of the data only 300: 93%" in vocabulary
-    # Of 1,600 sequences, 157 are in the first phase. The others are divided 1 to 3.
+    # 157 of the 1,600 sequences belong to the first phase, which uses the first source only. The
+    # others are divided 1 to 3 between the sources.
     windows = (tiny_dataset.train.num_tokens - 1) // 64
     counts = (157 + 1443 / 4, 1443 * 3 / 4)
     often = " (above 4, repeated text is worth less than new text: arXiv 2305.16264)"
@@ -252,7 +257,7 @@ def test_show_prints_the_epochs_of_each_source(tiny_dataset, tmp_path, capsys) -
 @pytest.mark.parametrize(
     ("vocabulary", "tokenizer", "warns"),
     [
-        (50_304, 50_257, False),  # GPT-2, padded
+        (50_304, 50_257, False),  # GPT-2 with a padded vocabulary
         (152_064, 151_643, False),  # Qwen2.5
         (128_256, 128_000, False),  # Llama 3
         (32_000, 4_096, True),
@@ -274,7 +279,7 @@ def test_recipe_for_another_batch_is_reported(capsys) -> None:
 
 
 def test_gpu_plans_default_to_bf16_and_compile(tmp_path) -> None:
-    """Values of the user, of a plan file and of a published recipe have priority."""
+    """Values from the user, a plan file or a published recipe override these defaults."""
 
     def unsaid(**plan: Any) -> dict[str, Any]:
         return asked(changes={"plan": plan}).gpu_defaults
@@ -311,7 +316,7 @@ slurm = { partition = "batch" }
 
 @pytest.mark.parametrize("source", ['source = "/opt/kit"', "sync = true"])
 def test_show_for_a_login_node_starts_no_ssh(source, tmp_path, monkeypatch, capsys) -> None:
-    """The first printed ssh command is the first that a launch runs."""
+    """The first ssh command that is printed is the first command that a launch would run."""
     Path("mine.toml").write_text(BEHIND % source)
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
@@ -340,7 +345,7 @@ def test_show_for_a_login_node_starts_no_ssh(source, tmp_path, monkeypatch, caps
 
 
 def test_sbatch_options_of_launch_reach_the_script(capsys) -> None:
-    """With these options, the script of a site without an account is complete."""
+    """The site has no account. With these options the generated script is complete."""
     words = "--account abc123 --partition batch --qos debug --time 1:30:00 --nodes 16"
     launch(f"--recipe frontier-175b --site frontier --data /d --steps 9 --show {words}")
     script = capsys.readouterr().out
@@ -361,7 +366,7 @@ def test_sbatch_options_of_launch_reach_the_script(capsys) -> None:
     ],
 )
 def test_time_option_accepts_sbatch_formats(text: str, seconds: int) -> None:
-    """Expected: `man sbatch`, option --time."""
+    """The expected seconds follow the formats in `man sbatch`, option --time."""
     assert launching.slurm_seconds(text) == seconds
 
 

@@ -1,4 +1,4 @@
-"""File modes: files and folders that the commands write have the mode that umask gives."""
+"""File modes: files and folders that commands write have the mode that the umask allows."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,8 @@ def test_every_file_follows_umask(umask, tmp_path, tiny_dataset, monkeypatch) ->
     found = {file: file.stat().st_mode & 0o777 for file in files}
     assert len(found) > 50
     asked = {file: (0o777 if file.is_dir() else 0o666) & ~umask for file in files}
-    # A user who can open a lock file can hold the lock and block the run.
+    # Lock files have mode 0600. Another user who could open a lock file could hold its lock and
+    # block the run.
     asked |= {file: 0o600 for file in files if file.name.endswith(".lock")}
     assert not {str(file): f"{mode:o}" for file, mode in found.items() if mode != asked[file]}
     assert tmp_path / "config" / "kit" / "mirrors" in found

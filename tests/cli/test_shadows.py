@@ -1,4 +1,6 @@
-"""PYTHONPATH of a module system that shadows modules of this environment is named."""
+"""Warnings about a PYTHONPATH, as set by environment modules, in which a file shadows a module of
+this Python environment.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,7 @@ OLD = "__version__ = '3.7'\n"
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with a folder in PYTHONPATH, before the source of the kit."""
+    """Runs Python with a folder in PYTHONPATH, which comes before the kit's source."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
     command = [sys.executable, *words]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
@@ -23,7 +25,9 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("words", ["doctor", "plan --list", "status nowhere"])
 def test_commands_name_module_shadowed_by_pythonpath(tmp_path, words):
-    """typer imports pydantic, which imports the old package and fails."""
+    """PYTHONPATH has an old version of a package. The import fails when typer imports pydantic, and
+    pydantic imports the old package.
+    """
     (tmp_path / "typing_extensions").mkdir()
     (tmp_path / "typing_extensions" / "__init__.py").write_text(OLD)
     done = run(tmp_path, *KIT, *words.split())
@@ -40,7 +44,9 @@ def test_import_names_a_shadowed_standard_library(tmp_path):
 
 
 def test_import_names_a_shadowing_file_in_cwd(tmp_path):
-    """As in a notebook or a program that starts in that folder."""
+    """The working directory is on sys.path, as in a notebook or a program that starts in this
+    folder.
+    """
     (tmp_path / "random.py").write_text("")
     words = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); import kit"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
@@ -50,10 +56,11 @@ def test_import_names_a_shadowing_file_in_cwd(tmp_path):
 
 
 def test_found_shadows_match_python_imports(tmp_path, monkeypatch):
-    """Compared with the file that a new Python imports for each name."""
+    """Expected value: the file that a new Python process imports for each name."""
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("")
-    (tmp_path / "torch").mkdir()  # without __init__.py, Python finds the installed package
+    # This folder has no __init__.py, so Python imports the installed package instead.
+    (tmp_path / "torch").mkdir()
     for name in ("colorsys", "rich", "a_module_of_ours", "kit"):
         (tmp_path / f"{name}.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -68,8 +75,8 @@ def test_found_shadows_match_python_imports(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_venv", [False, True])
 def test_user_site_shadows_packages_of_its_prefix(tmp_path, is_venv):
-    """Compared with the file that Python imports. A virtual environment puts its own packages
-    first.
+    """Expected value: the file that a new Python process imports. A virtual environment puts its
+    own packages before the user's packages.
     """
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     python = base
@@ -91,7 +98,8 @@ def test_user_site_shadows_packages_of_its_prefix(tmp_path, is_venv):
         pytest.skip("the Python below this environment has no pip to shadow")
     (own,) = told("import sysconfig; print(sysconfig.get_path('purelib'))")
     Path(user).mkdir(parents=True)
-    (Path(user) / "json.py").write_text("")  # the standard library comes first
+    # The standard library comes first, so this file shadows nothing.
+    (Path(user) / "json.py").write_text("")
     (Path(user) / "pip").mkdir()
     (Path(user) / "pip" / "__init__.py").write_text("")
     if is_venv:

@@ -1,4 +1,6 @@
-"""Wrong paths and values: each command ends with a message and an exit code, not a traceback."""
+"""Wrong paths and values in commands. Each command ends with a message and an exit code, without a
+traceback.
+"""
 
 import json
 import os
@@ -57,7 +59,9 @@ data build new --max-megabytes WORD
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a finished run, an unrelated file, an empty folder and a link to itself."""
+    """A folder with a finished run, an unrelated file, an empty folder, and a link that points to
+    itself. The folder is the working directory.
+    """
     recorded_run(tmp_path / "run", steps=30, state=JobState.DONE)
     (tmp_path / "file").write_text("plain text\n")
     (tmp_path / "empty").mkdir()
@@ -107,7 +111,9 @@ def test_folder_created_meanwhile_is_not_replaced(tmp_path) -> None:
 
 @pytest.fixture
 def as_nobody():
-    """A function that changes the user of this process until the test ends. Needs root."""
+    """Returns a function that changes the user of this process to nobody, until the test ends.
+    Needs root.
+    """
     if os.geteuid():
         pytest.skip("only root can become somebody else")
     yield lambda: os.setresuid(65534, 65534, 0)
@@ -124,7 +130,9 @@ def test_commands_for_run_of_another_user_are_refused(words, tmp_path, as_nobody
         ticks = int(Path(f"/proc/{job.pid}/stat").read_text().rpartition(")")[2].split()[19])
         process = Process.current().replace(pid=job.pid, start_ticks=ticks)
         say(run, JobState.RUNNING, step=30, process=process)
-        answer(f"{words} {tmp_path}")  # imports modules that may be readable only by root
+        # The first call imports all modules while this process is root, since only root may be able
+        # to read them.
+        answer(f"{words} {tmp_path}")
         as_nobody()
         text = answer(f"{words} {run.directory}")
         os.setresuid(0, 0, 0)

@@ -1,4 +1,4 @@
-"""A real Slurm for the tests that need one, started once."""
+"""Fixtures with a real Slurm on simulated nodes, which is started once per test session."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Adds the end of the log of Slurm's controller to the report of a failed test."""
+    """Adds the last lines of the Slurm controller's log to the report of a failed test."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("slurm_cluster")
     if report.failed and cluster and (log := cluster.path("log", "slurmctld.log")).exists():
@@ -36,13 +36,17 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def is_full(request):
-    """Whether time limits are as long as for users (`--real-limits`), not shortened for tests."""
+    """Whether the tests use the time limits of real jobs (`--real-limits`). Otherwise limits are
+    shortened.
+    """
     return request.config.getoption("--real-limits")
 
 
 @pytest.fixture(scope="session")
 def small_disk(tmp_path_factory):
-    """A file system of 48 MB for tests that fill a disk. Isolated nodes, started later, see it."""
+    """A file system of 48 MB for tests that fill a disk. It is mounted before the isolated nodes
+    start, so that the nodes see it.
+    """
     folder = tmp_path_factory.mktemp("small")
     if not can_isolate():
         yield folder
@@ -54,7 +58,7 @@ def small_disk(tmp_path_factory):
 
 @contextlib.contextmanager
 def configured(cluster: Sandbox, **settings: object) -> Iterator[None]:
-    """Changes settings of slurm.conf, as an administrator may, until the context ends."""
+    """Changes settings in slurm.conf until the context ends, as an administrator might."""
     file = cluster.path("etc", "slurm.conf")
     before = text = file.read_text()
     for name, value in settings.items():
@@ -73,10 +77,10 @@ def configured(cluster: Sandbox, **settings: object) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm_cluster(tmp_path_factory, small_disk, pytestconfig):
-    """A sandbox of four nodes without accounting. The nodes are isolated from each other if this
-    process may isolate them.
+    """A simulated cluster of four Slurm nodes, without an accounting database. The nodes have
+    separate networks if this process has the permission.
 
-    Without `--real-limits`, processes of a cancelled job are killed after 2 s (KillWait).
+    Without `--real-limits`, Slurm kills the processes of a cancelled job after 2 s (KillWait).
     """
     if reason := why_not():
         pytest.skip(reason)
@@ -89,7 +93,9 @@ def slurm_cluster(tmp_path_factory, small_disk, pytestconfig):
 
 
 def be_client(cluster: Sandbox, monkeypatch: pytest.MonkeyPatch, poll_s: float = 0.5) -> None:
-    """Makes this process a client of a sandbox's Slurm, queried every `poll_s` seconds."""
+    """Makes this process a client of the simulated Slurm cluster. The job status is queried every
+    `poll_s` seconds.
+    """
     for key in [key for key in os.environ if key.startswith(("SLURM_", "SBATCH_"))]:
         monkeypatch.delenv(key)
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
@@ -98,8 +104,8 @@ def be_client(cluster: Sandbox, monkeypatch: pytest.MonkeyPatch, poll_s: float =
 
 @pytest.fixture
 def sandbox(slurm_cluster, monkeypatch):
-    """The sandbox, with this process as client. After the test, its jobs are cancelled and its
-    nodes are idle.
+    """The simulated Slurm cluster, with this process as client. After the test, all jobs are
+    cancelled, and all nodes are idle again.
     """
     be_client(slurm_cluster, monkeypatch)
     yield slurm_cluster
@@ -110,7 +116,7 @@ def reset(cluster: Sandbox) -> None:
     """Cancels all jobs and waits until all nodes are idle again."""
     deadline = time.monotonic() + START_WAIT_S
     while True:
-        # The controller may be restarting.
+        # A command may fail while the controller restarts.
         with contextlib.suppress(JobError, subprocess.TimeoutExpired):
             if jobs := cluster.run("squeue", "--noheader", "--format=%i").split():
                 cluster.run("scancel", *jobs)
@@ -130,7 +136,9 @@ def site(sandbox) -> Site:
 
 
 class LoginNode:
-    """An sshd that can be stopped, together with its connections, and started again."""
+    """An sshd that serves as login node. Tests can stop the sshd and its connections, and start the
+    sshd again.
+    """
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         for name in ("host", "client"):
@@ -176,7 +184,7 @@ ControlPersist yes
         log.write_text("")
 
     def off(self) -> None:
-        """Ends sshd and its open connection."""
+        """Ends sshd and the open ssh connection."""
         words = ["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"]
         found = subprocess.run(words, capture_output=True, text=True)
         if self.process:
@@ -189,11 +197,13 @@ ControlPersist yes
 
 @pytest.fixture
 def login_node(sandbox, tmp_path, monkeypatch):
-    """A login node of the sandbox. PATH of this process has ssh and rsync, but no Slurm."""
+    """A login node of the simulated Slurm cluster. PATH of this process has ssh and rsync, but no
+    Slurm commands.
+    """
     if SSHD is None:
         pytest.skip("no sshd here: apt-get install openssh-server")
-    # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a
-    # minute for a lock that a killed command has left.
+    # The home folder has no ~/.bashrc, because bash reads this file for each command over ssh. With
+    # pyenv in it, bash may wait a minute for a lock that a killed command has left.
     variables = {"OMP_NUM_THREADS": "1", "HOME": str(tmp_path / "home")}
     variables["SLURM_CONF"] = sandbox.environment["SLURM_CONF"]
     (tmp_path / "home").mkdir()

@@ -1,11 +1,11 @@
-"""A filled-in EKS site and a job for it, for the tests of Kubernetes."""
+"""A site on Amazon EKS (Kubernetes) with all fields filled in, and a job for this site."""
 
 from cluster.job import JobSpec
 from cluster.site import Site
 
 
 def eks(shared="/fsx", **changes):
-    """Returns the EKS site with image, volume claim and mount path filled in."""
+    """Returns the site `eks-trn1` with container image, volume claim and mount path filled in."""
     site = Site.load("eks-trn1")
     assert site.kubernetes is not None
     given = {"image": "registry.example/kit:1", "claim": "fsx", "mount_path": str(shared)} | changes

@@ -1,4 +1,6 @@
-"""Helpers for tests of scripts: hostile words, a rank that records its arguments, shellcheck."""
+"""Helpers for tests of shell scripts: hostile arguments, a program that records its arguments, and
+shellcheck.
+"""
 
 import os
 import shutil
@@ -24,7 +26,7 @@ WORDS = [
     "*;&|",
     "\\",
 ]
-"""Arguments that a script must pass on unchanged, each as one word."""
+"""Arguments with special characters. A script must pass each argument unchanged."""
 MORE = [
     '"; touch canary; "',
     "& touch canary &",
@@ -57,15 +59,17 @@ while sys.argv[1:] == ["wait"] and not os.path.exists(folder + b"/control/reques
 if sys.argv[1:2] == ["exit"]:
     sys.exit(int(sys.argv[2]))
 """  # noqa: E501
-"""Program of a rank, which records its arguments, environment and working directory.
+"""Source of the program `probe`, which a rank runs. The program records its arguments, environment
+and working directory.
 
-With the argument `wait` it waits for a request to stop, with `exit N` it ends with code N.
+With the argument `wait` the program waits for a stop request. With the arguments `exit N` the
+program ends with code N.
 """
 
 
 def programs(folder: Path, fakes: dict[str, str]) -> Path:
-    """Creates a folder with the program `probe` and a bash script per item of `fakes`. Returns the
-    folder.
+    """Creates a folder with the program `probe`, and with one bash script for each item of `fakes`
+    (name: text). Returns the folder.
     """
     folder.mkdir()
     probe = PROBE.format(python=sys.executable)
@@ -77,7 +81,9 @@ def programs(folder: Path, fakes: dict[str, str]) -> Path:
 
 
 def told(run_dir: Path, rank: int = 0) -> tuple[list[str], dict[str, str], str]:
-    """Returns (arguments, environment, working directory) that the probe of a rank recorded."""
+    """Returns (arguments, environment, working directory) that the program `probe` recorded for a
+    rank.
+    """
     argv = (run_dir / f"argv-{rank}").read_bytes().decode().split("\0")[:-1]
     lines = (run_dir / f"env-{rank}").read_bytes().decode(errors="replace").split("\0")[:-1]
     variables = dict(line.split("=", 1) for line in lines)
@@ -85,11 +91,15 @@ def told(run_dir: Path, rank: int = 0) -> tuple[list[str], dict[str, str], str]:
 
 
 BIN = str(Path(sys.executable).parent)
-"""Folder of this Python. Read at import, because fixtures replace `sys.executable`."""
+"""Folder of this Python. The path is computed at import, because fixtures replace `sys.executable`
+later.
+"""
 
 
 def shellcheck(text: str, *options: str) -> None:
-    """Checks a script with `bash -n` and shellcheck. Skips the test if shellcheck is missing."""
+    """Checks a script with `bash -n` and shellcheck. Skips the running test if shellcheck is
+    missing.
+    """
     subprocess.run(["bash", "-n"], input=text, check=True, text=True)
     program = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
     if program is None:

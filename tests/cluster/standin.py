@@ -1,9 +1,9 @@
-"""A trainer without torch: RUN_DIR STEPS SECONDS [LIMIT].
+"""A simulated trainer without torch. Arguments: RUN_DIR STEPS SECONDS [LIMIT].
 
-It takes STEPS steps of SECONDS seconds, saves every 5 steps and stops on request.
+The trainer takes STEPS steps of SECONDS seconds, saves every 5 steps, and stops on a stop request.
 
 With LIMIT, all ranks wait for each other over the network at each step, as in a collective. A rank
-ends if the wait takes LIMIT seconds, as with the watchdog of a collective.
+ends if this wait takes LIMIT seconds, as with the watchdog of a collective.
 """
 
 import os
@@ -17,7 +17,9 @@ from cluster.state import take_request, update_state
 
 
 def meeting(rank: int, limit_s: float) -> list[socket.socket]:
-    """Returns the connections of rank 0 to all other ranks, or this rank's connection to rank 0."""
+    """Connects the ranks. Returns the sockets to all other ranks on rank 0, and the socket to rank
+    0 on other ranks.
+    """
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         with socket.create_server(("", where[1]), backlog=1024) as door:
@@ -35,7 +37,9 @@ def meeting(rank: int, limit_s: float) -> list[socket.socket]:
 
 
 def wait_for_all(rank: int, ends: list[socket.socket]) -> None:
-    """Returns when every rank has called this function. Ends this rank after the time limit."""
+    """Returns when every rank has called this function. If the time limit is exceeded, this rank
+    ends with an error.
+    """
     try:
         for end in ends:
             if rank:
@@ -57,7 +61,9 @@ saved, begun, stopped = (
 )
 if rank == 0:
     write_atomic(begun, saved.read_text() if saved.exists() else "0")
-while not begun.exists():  # not `saved`: rank 0 may have saved again before this rank starts
+# The file `begun` holds the first step for all ranks. `saved` may be newer, because rank 0 may save
+# before this rank starts.
+while not begun.exists():
     time.sleep(0.02)
 step = int(begun.read_text())
 print(f"attempt {attempt} rank {rank} from step {step}", flush=True)
@@ -71,7 +77,8 @@ while step < num_steps and not stopped.exists():
         update_state(run_dir, attempt=attempt, state="running", **beat)
         stop = take_request(run_dir, "stop")
         if stop or step % 5 == 0:
-            write_atomic(saved, str(step))  # atomic: the process may be killed at any moment
+            # An atomic write, because the process may be killed at any moment.
+            write_atomic(saved, str(step))
         if stop:
             update_state(
                 run_dir, attempt=attempt, state="stopping", reason=f"stopped after step {step}"

@@ -1,4 +1,4 @@
-"""`kit data build --part all/N --site`: one array task per part, on the sandbox's Slurm."""
+"""`kit data build --part=all/N --site`: a Slurm array with one task for each part of a dataset."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,9 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def build(text, tmp_path) -> Callable[..., None]:
-    """A function that builds a dataset of `text` into a folder by `kit data build`."""
+    """Returns a function that builds a dataset from the files in `text` into a folder, with the
+    command `kit data build`.
+    """
     sample = build_dataset(tmp_path / "sample", text, vocab_size=260, progress=False)
     given = f"--source {text} --tokenizer {sample.directory}/tokenizer.json"
     given += " --validation-fraction=.1"
@@ -39,10 +41,10 @@ def build(text, tmp_path) -> Callable[..., None]:
 
 
 def test_slurm_array_rebuilds_only_failed_parts(sandbox, text, build, tmp_path, capsys):
-    """Parts that a Slurm array built equal parts that this process built.
+    """Parts built by a Slurm array equal parts built by this process.
 
-    A part whose task was cancelled or could not read its files is submitted again. Finished parts
-    are not.
+    A part is submitted again if its task was cancelled or could not read its files. Finished parts
+    are not built again.
     """
     data, told = tmp_path / "data", f"--site={sandbox.site_file}"
     whole = (text / "5.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""Run directories on a full or failing disk: attempts, state, status and logs."""
+"""Run directories on a full or failing disk: start of attempts, state.json, status and logs."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ ROOT = Path(local.__file__).parents[2]
 
 @pytest.fixture
 def run_dir(mount_memory):
-    """Directory of a run whose first attempt is running, on a file system of 2 MB."""
+    """A run directory whose first attempt is running, on a file system of 2 MB."""
     run_dir = mount_memory("size=2m") / "run"
     claim_attempt(run_dir)
     update_state(run_dir, attempt=1, state=JobState.RUNNING, step=7, heartbeat=time.time())
@@ -51,7 +51,7 @@ def run_dir(mount_memory):
 
 @pytest.fixture
 def filler(run_dir):
-    """A file on the disk of the run that tests grow until the disk is full."""
+    """Path of a file on the disk of the run. Tests fill the disk by writing this file."""
     return run_dir.parent / "filler"
 
 
@@ -95,7 +95,9 @@ def test_end_of_attempt_is_recorded_over_quota(tmp_path, monkeypatch):
 
 
 def test_next_attempt_begins_completely_or_not_at_all(run_dir, filler):
-    """Checked for free space from 0 to the size of the reserve and 40 kB more."""
+    """Checked with different amounts of free space, from 0 bytes to 40 kB more than the reserve
+    file of the run directory.
+    """
     ask(run_dir, "checkpoint")
     begun, reserve = set(), {run_dir / RESERVE: None}
     for leave in range(0, RESERVE_BYTES + 40_000, 4096):
@@ -146,7 +148,7 @@ def test_no_restart_after_a_crash_on_a_full_disk(mount_memory):
 
 
 def test_status_reports_a_full_disk_unless_done(run_dir, filler):
-    """Reported for a running, a lost and a failed run."""
+    """The full disk is reported for a running, a lost and a failed run."""
     lost = {"process": Process.current().replace(start_ticks=1)}
     for change in ({}, lost, {"state": JobState.FAILED}):
         update_state(run_dir, attempt=1, lost_node=None, **change)
@@ -163,7 +165,8 @@ def test_truncated_history_line_loses_no_other_line(run_dir, filler):
     state = read_state(run_dir)
     assert state is not None
     fill(filler)
-    for number in range(60):  # more than fills the last page of the file
+    # 60 lines do not fit into the free space of the last 4 KiB block of the file.
+    for number in range(60):
         record_event(run_dir, state.replace(reason=f"{number}"))
     filler.unlink()
     record_event(run_dir, state.replace(reason="room again"))
@@ -197,7 +200,9 @@ print('\u00e4fter')"""
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOSPC])
 def test_unreadable_state_is_not_overwritten(tmp_path, monkeypatch, code):
-    """A state file that cannot be read at the moment may name a process and a scheduler job."""
+    """A state.json that cannot be read at the moment may still name a running process and a
+    scheduler job.
+    """
     claim_attempt(tmp_path)
     before = (tmp_path / "state.json").read_bytes()
     open_file = os.open

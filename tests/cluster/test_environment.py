@@ -1,4 +1,6 @@
-"""Working directory and environment of a launch do not leak into the processes of the job."""
+"""Working directory and environment of the launching process do not change which modules the job's
+processes import.
+"""
 
 import json
 import operator
@@ -20,7 +22,9 @@ from tests.cluster.jobs import with_slurm
 from tests.support.sources import ROOT
 
 NAMES = "token random queue torch tokenizers typing_extensions numpy json tests numbers".split()
-"""Names of modules: of the standard library, and of packages that ranks and builds import."""
+"""Names of modules of the standard library, and of packages that ranks and dataset builds
+import.
+"""
 USERS_FILE = """
 import os
 with open({marker!r}, "a") as imported:
@@ -31,7 +35,9 @@ raise ImportError("a file of the user was imported: " + __file__)
 
 @pytest.fixture
 def users_folder(tmp_path, monkeypatch) -> Path:
-    """The working directory: a folder whose files have the names of modules, and of the kit."""
+    """The working directory: a folder of a user, whose files have the names of standard modules, of
+    installed packages and of the kit.
+    """
     folder = tmp_path / "work"
     text = USERS_FILE.format(marker=str(tmp_path / "imported"))
     for name in NAMES:
@@ -46,8 +52,8 @@ def users_folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def kit_command(users_folder, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs the console script in the user's folder, and checks that no file of the
-    folder was imported.
+    """Returns a function that runs the `kit` command in the user's folder, and checks that no file
+    of this folder was imported.
     """
     script = "import sys; from kit.__main__ import main; sys.exit(main())"
 
@@ -63,8 +69,8 @@ def kit_command(users_folder, tmp_path) -> Callable[..., subprocess.CompletedPro
 
 
 def launch(kit_command, tiny_dataset, directory: Path, *words: str) -> Run:
-    """Returns a run of two steps that the command has launched. It must print that a folder in
-    PYTHONPATH shadows a module.
+    """Launches a run of two steps with the `kit` command and returns the run. The command must warn
+    that a folder in PYTHONPATH shadows a module.
     """
     shadowing = directory.parent / "shadowing"
     shadowing.mkdir()
@@ -81,7 +87,9 @@ def launch(kit_command, tiny_dataset, directory: Path, *words: str) -> Run:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_local_ranks_ignore_modules_in_cwd(kit_command, tiny_dataset, tmp_path, ranks):
-    """A single rank is started as a new process. Several ranks are forked."""
+    """With one rank, the rank is started as a new process. With several ranks, the ranks are
+    forked.
+    """
     layout = ("--set", f"plan.data_parallel={ranks}")
     run = launch(kit_command, tiny_dataset, tmp_path / "run", *layout)
     assert run.job.wait(120).state is JobState.DONE, run.job.logs()
@@ -92,7 +100,7 @@ def test_local_ranks_ignore_modules_in_cwd(kit_command, tiny_dataset, tmp_path, 
 
 def test_build_workers_ignore_modules_in_cwd(users_folder, tmp_path):
     workers = Workers(2, BuildProgress(shown=False))
-    # The second operand is the function by which a worker reports progress.
+    # The second operand is the function with which a worker reports its progress.
     answers = workers.map("test", operator.is_, [("a",), ("b",)], [1, 1])
     assert answers == [False, False] and not (tmp_path / "imported").exists()
 
@@ -105,7 +113,9 @@ def test_slurm_ranks_ignore_modules_in_cwd(kit_command, sandbox, site, tiny_data
 
 
 def test_failure_reason_names_a_shadowed_module(sandbox, site, spec, recipe, tmp_path):
-    """The site sets PYTHONPATH, as an environment module that only the job loads would do."""
+    """The site file sets PYTHONPATH, as an environment module that is loaded only in the job would
+    do.
+    """
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("raise ImportError('an old numpy')\n")
     run = kit.launch(
@@ -159,8 +169,8 @@ def on_step(state):
 
 @pytest.fixture
 def container(tmp_path, monkeypatch) -> Callable[..., tuple[str, ...]]:
-    """A function that returns `site.slurm.container` for some bound folders. The image holds this
-    Python environment, without the kit.
+    """Returns a function that takes the folders to bind, and returns a value of
+    `site.slurm.container`. The container image holds this Python environment, without the kit.
     """
     programs, image = tmp_path / "programs", tmp_path / "image.sif"
     programs.mkdir()
@@ -180,8 +190,9 @@ def container(tmp_path, monkeypatch) -> Callable[..., tuple[str, ...]]:
 def test_ranks_train_in_a_container(
     sandbox, site, spec, recipe, tiny_dataset, container, users_folder, tmp_path, monkeypatch
 ):
-    """Two nodes. The hook, which runs in the ranks, does not see a folder that is not bound, and
-    sees the module beside it. PYTHONPATH of the submitting shell does not reach the ranks.
+    """The job has two nodes. The user's hook, which runs in the ranks, cannot see a folder that is
+    not bound, and can import the module beside the hook. PYTHONPATH of the submitting shell does
+    not reach the ranks.
     """
     binds = (ROOT / "kit", ROOT / "cluster", tmp_path / "bound", tiny_dataset.directory)
     (tmp_path / "bound").mkdir()
@@ -209,8 +220,8 @@ def test_ranks_train_in_a_container(
 def test_container_without_a_bind_starts_no_rank(
     sandbox, site, spec, recipe, tiny_dataset, container, tmp_path, lacking
 ):
-    """The reason of the failed job shows what the container lacks: the kit's source or the run
-    directory.
+    """The reason of the failed job names the folder that is missing in the container: the kit's
+    source or the run directory.
     """
     (tmp_path / "bound").mkdir()
     folders = {"source": (ROOT / "kit", ROOT / "cluster"), "run": (tmp_path / "bound",)}

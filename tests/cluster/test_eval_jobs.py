@@ -1,4 +1,4 @@
-"""Checkpoints of a run are scored by Slurm jobs, one job per checkpoint."""
+"""Evaluation of a run's checkpoints by Slurm jobs, with one job for each checkpoint."""
 
 import json
 import time
@@ -15,7 +15,9 @@ NODES = "NodeName=node[1-4]"
 
 
 def test_each_checkpoint_is_scored_by_its_own_job(sandbox, site, spec, recipe, tmp_path):
-    """A restarted `follow_run` finds the jobs of the interrupted call and submits none again."""
+    """`follow_run` is interrupted and called again. The second call finds the jobs of the first
+    call and submits no new jobs.
+    """
     short = recipe.replace(num_steps=40)
     plan = Plan(global_batch_size=4)
     run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=short, site=site)
@@ -26,7 +28,7 @@ def test_each_checkpoint_is_scored_by_its_own_job(sandbox, site, spec, recipe, t
     jobs = run.directory / "eval" / "jobs"
     numbers = {folder.name: slurm_number(folder) for folder in jobs.iterdir()}
     found = list(follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=release(sandbox)))
-    # The jobs end in any order. The second `follow_run` found the jobs of the first one.
+    # The jobs of the two checkpoints may end in any order.
     assert sorted((one.step, one.scored) for one in found) == [(20, True), (40, True)]
     assert {folder.name: slurm_number(folder) for folder in jobs.iterdir()} == numbers
     for step in (20, 40):
@@ -40,8 +42,8 @@ def interrupt(seconds: float) -> None:
 
 
 def release(sandbox) -> Callable[[float], None]:
-    """Returns a function that waits. Its first call resumes the drained nodes, so that jobs start
-    only after the second `follow_run` has found them.
+    """Returns a function that sleeps for some seconds. Its first call also puts the drained nodes
+    back into service, so that jobs start only after the second `follow_run` has found them.
     """
     drained = [NODES]
 

@@ -1,7 +1,8 @@
-"""Faults of real clusters, caused on a real Slurm: outcome of each fault, and seconds until then.
+"""Faults of real clusters, caused on a real Slurm with simulated nodes. For each fault, the outcome
+and the seconds until the outcome are measured.
 
-The rows go to results/faults.json. Nodes can be disconnected or switched off only with network
-namespaces, which need root.
+The measurements are written to results/faults.json. Nodes can be disconnected or switched off only
+with network namespaces, which need root.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ DP4 = Plan(data_parallel=4, zero_stage=1, micro_batch_size=1, global_batch_size=
 
 @pytest.fixture(scope="module", autouse=True)
 def results(is_full):
-    """Writes the rows. With `--real-limits`, on an idle machine, their limits must hold too."""
+    """Writes the measurements after all tests. With `--real-limits`, which needs an idle machine,
+    the limits of the measurements must hold too.
+    """
     load, command = load_average(), "pytest tests/cluster/test_faults.py"
     yield
     if ROWS:
@@ -53,7 +56,7 @@ def results(is_full):
 
 @pytest.fixture
 def nodes(sandbox):
-    """The sandbox, if its nodes can be disconnected."""
+    """The simulated Slurm cluster. Skips the test if its nodes cannot be disconnected."""
     if not sandbox.isolated:
         pytest.skip("nodes that can be cut off need network namespaces: run as root")
     return sandbox
@@ -65,7 +68,7 @@ def running(job: Job) -> bool:
 
 
 def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
-    """Waits until a step is done in any attempt."""
+    """Waits until a job has done a step, in any attempt."""
 
     def reached():
         state = read_state(job.run_dir)
@@ -76,7 +79,9 @@ def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
 
 
 def event(job: Job, state: str, since: float, timeout_s: float = 200.0) -> Event:
-    """Waits for a change to a state and returns the change. Slurm gives up a node after 300 s."""
+    """Waits for the first change to a state after the time `since`, and returns its event. Slurm
+    itself marks a silent node as down only after 300 s.
+    """
 
     def found():
         later = (each for each in read_history(job.run_dir) if each.time >= since)
@@ -88,7 +93,7 @@ def event(job: Job, state: str, since: float, timeout_s: float = 200.0) -> Event
 
 
 def rank_process(job: Job, rank: int) -> int:
-    """Returns the process number of one rank."""
+    """Returns the process number of one rank of a job."""
     return processes(str(job.run_dir), f"RANK={rank}")[0]
 
 
@@ -101,7 +106,9 @@ def took(name: str, start: float, *, at_most: float | None = None, note: str = "
 
 
 def kill(process: int) -> float:
-    """Sends SIGKILL. Returns the time just after it, which is before all consequences."""
+    """Sends SIGKILL to a process. Returns the time just after the signal, which is before any
+    consequence of the kill.
+    """
     os.kill(process, signal.SIGKILL)
     return time.time()
 
@@ -130,7 +137,9 @@ def test_repeated_crashes_without_a_step_end_the_job(sandbox, site, tmp_path):
 
 @contextlib.contextmanager
 def frozen(nodes, node):
-    """Stops all processes of a node. Continues the remaining processes when the context ends."""
+    """Suspends (SIGSTOP) all processes of a node. Resumes the processes that still exist when the
+    context ends.
+    """
     words = ["ip", "netns", "pids", f"{nodes.tag}-{node}"]
     found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     for pid in found:
@@ -148,7 +157,7 @@ WAYS = ("switched off", "cut off", "frozen")
 
 @pytest.fixture
 def lose(nodes):
-    """Functions that make a node fail, by the kind of failure in WAYS."""
+    """Returns a dict from each kind of failure in WAYS to a function that makes a node fail."""
     with contextlib.ExitStack() as until_the_end:
         yield {
             "switched off": functools.partial(power_off, nodes),
@@ -159,9 +168,11 @@ def lose(nodes):
 
 @pytest.fixture
 def hanging_job(request, site, tmp_path, is_full):
-    """A function that submits a job of one rank per node. The job ends if a step takes `limit_s`.
+    """Returns a function that submits a job with one rank per node. If a training step takes
+    `limit_s` seconds, the ranks end.
 
-    With `--real-limits` the job trains a model, otherwise it runs standin.py.
+    With `--real-limits` the job trains a model. Otherwise the job runs the simulated trainer
+    standin.py.
     """
 
     def start(limit_s, num_nodes):
@@ -178,18 +189,20 @@ def hanging_job(request, site, tmp_path, is_full):
 
 
 def nodes_of(nodes, job: Job) -> list[str]:
-    """Returns the nodes on which a job runs now."""
+    """Returns the names of the nodes on which a job runs at present."""
     shown = nodes.run("squeue", "--noheader", f"--jobs={scheduler_job(job).id}", "--format=%N")
     return nodes.run("scontrol", "show", "hostnames", shown.strip()).split()
 
 
 def times_lost(job: Job, node: str) -> int:
-    """Returns how many attempts have ended because this node no longer answered."""
+    """Returns the number of attempts that ended because this node no longer answered."""
     return sum(each.lost_node == node for each in read_history(job.run_dir))
 
 
 def stops(job: Job, attempts: int = 2) -> None:
-    """Stops a job that must be in attempt 2 or later, and at most in attempt `attempts`."""
+    """Stops a job and waits for its end. Checks that the job's attempt number is between 2 and
+    `attempts`.
+    """
     assert 2 <= last_attempt(job.run_dir) <= attempts, job.history
     job.stop()
     assert job.wait(120).state is JobState.DONE
@@ -199,13 +212,14 @@ def stops(job: Job, attempts: int = 2) -> None:
     ("how", "limit_s"), [*((how, 40.0) for how in WAYS), ("cut off", Recipe.hung_after_s)]
 )
 def test_lost_node_is_excluded_from_the_next_job(nodes, lose, hanging_job, is_full, how, limit_s):
-    """The node does not return, and Slurm marks it as down only after minutes."""
+    """The lost node does not return. Slurm marks the node as down only after minutes."""
     if limit_s > 40 and not is_full:
         pytest.skip("minutes long; `make faults` runs it")
     limit_s = limit_s if is_full else 5.0
     job = hanging_job(limit_s, num_nodes=3)
     at_step(job, 10)
-    earlier = last_attempt(job.run_dir)  # two if a node was slow to answer at the start
+    # The number is 2 if a node was slow to answer at the start.
+    earlier = last_attempt(job.run_dir)
     number, start = scheduler_job(job).id, time.time()
     lose[how]("node2")
     requeued = event(job, "requeued", start, limit_s + 200)
@@ -223,7 +237,7 @@ def test_lost_node_is_excluded_from_the_next_job(nodes, lose, hanging_job, is_fu
 
 
 def test_node_lost_before_first_start_is_excluded(nodes, hanging_job):
-    """Slurm does not know of the loss yet and allocates the node."""
+    """The node fails before the job starts. Slurm does not know this yet and allocates the node."""
     start = time.time()
     power_off(nodes, "node2")
     job = hanging_job(5.0, num_nodes=3)
@@ -231,7 +245,7 @@ def test_node_lost_before_first_start_is_excluded(nodes, hanging_job):
     assert requeued.lost_node == "node2" and "node2 no longer answers" in requeued.reason
     resumed = event(job, "running", requeued.time)
     took("node lost before the start: first step without it", start, note=requeued.reason)
-    # On a busy machine the first heartbeat is written after more than one step.
+    # On a busy machine, the first heartbeat may be written after more than one step.
     assert (resumed.step or 0) >= 1 and "node2" not in nodes_of(nodes, job)
     assert last_attempt(job.run_dir) == 1 + times_lost(job, "node2"), job.history
     stops(job, attempts=3)
@@ -239,7 +253,7 @@ def test_node_lost_before_first_start_is_excluded(nodes, hanging_job):
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
 def test_stall_below_hung_after_s_loses_no_attempt(nodes, hanging_job, is_full, node):
-    """node1 runs the supervisor, node2 does not."""
+    """The stalled node is either node1, on which the supervisor runs, or node2."""
     limit_s, stall_s = (Recipe.hung_after_s, 120) if is_full else (20.0, 10)
     job = hanging_job(limit_s, num_nodes=3)
     at_step(job, 10)
@@ -259,7 +273,9 @@ def test_stall_below_hung_after_s_loses_no_attempt(nodes, hanging_job, is_full, 
 
 @pytest.fixture
 def forbid_sbatch_on_nodes(nodes):
-    """A function that allows submissions only from the host that submitted a given job."""
+    """Returns a function that lets Slurm accept submissions only from the host that submitted a
+    given job.
+    """
 
     def forbid(job):
         shown = nodes.run("scontrol", "show", "job", scheduler_job(job).id)
@@ -274,7 +290,9 @@ def forbid_sbatch_on_nodes(nodes):
 def test_job_waits_for_irreplaceable_lost_nodes(
     nodes, hanging_job, forbid_sbatch_on_nodes, is_full, submits
 ):
-    """There are no other nodes, or Slurm allows only a requeue of the old job."""
+    """The lost nodes cannot be replaced, because there are no other nodes, or because Slurm allows
+    only a requeue of the old job.
+    """
     job = hanging_job(40.0 if is_full else 5.0, num_nodes=4)
     at_step(job, 10)
     if not submits:
@@ -291,14 +309,15 @@ def test_job_waits_for_irreplaceable_lost_nodes(
     assert job.state is JobState.REQUEUED and (scheduler_job(job).id != number) == submits
     for node in ("node2", "node3"):
         if not submits:
-            # Reboots the node: the job number is the old one, so Slurm would take the old step
-            # on the node for the new step.
+            # Reboots the node. The job number is the old one, so Slurm would confuse the new job
+            # step with the old job step that still runs on the node.
             power_off(nodes, node)
         recover(nodes, node)
     back = time.time()
-    # Slurm may lose a start on a node that was just switched on, until the node registers.
+    # Slurm may lose the start of a job on a node that was just switched on, until the node
+    # registers with the controller.
     event(job, "running", back, 300)
-    # Under the old number, a returning node may end newer attempts because of older orders, or
+    # With the old job number, a returning node may end newer attempts because of older commands, or
     # may not answer for a moment. These attempts do not count.
     lost_again = sum(1 for found in job.history if found.lost_node and found.attempt > 1)
     stops(job, attempts=2 if submits else 4 + lost_again)
@@ -306,7 +325,9 @@ def test_job_waits_for_irreplaceable_lost_nodes(
 
 @pytest.fixture
 def impatient(nodes):
-    """A function that sets the seconds of silence after which Slurm marks a node as down."""
+    """Returns a function that sets the number of seconds without an answer after which Slurm marks
+    a node as down.
+    """
     with contextlib.ExitStack() as until_the_end:
         yield lambda seconds: until_the_end.enter_context(configured(nodes, SlurmdTimeout=seconds))
 
@@ -321,8 +342,8 @@ def supervisors(job: Job) -> set[int]:
 def test_slurm_requeues_job_after_loss_of_first_node(
     nodes, lose, hanging_job, impatient, is_full, how, patience_s
 ):
-    """The supervisor runs on the first node and is lost with it, or waits there without a
-    connection. It does not use up the job's restarts.
+    """The supervisor runs on the first node. The supervisor is lost with the node, or waits on the
+    node without a connection. The loss does not count as one of the job's restarts.
     """
     if patience_s == 300 and not is_full:
         pytest.skip("minutes long; `make faults` runs it")
@@ -342,8 +363,8 @@ def test_slurm_requeues_job_after_loss_of_first_node(
 
 
 def test_follow_up_job_runs_after_supervisor_death(nodes, hanging_job, monkeypatch):
-    """The supervisor dies after it submitted the follow-up job and before it recorded the job's
-    number. The follow-up job does not wait for the old job.
+    """The supervisor dies between the submission of the follow-up job and the recording of its job
+    number. The follow-up job takes over the run and does not wait for the old job.
     """
     job = hanging_job(40.0, num_nodes=4)
     at_step(job, 10)
@@ -357,10 +378,11 @@ def test_follow_up_job_runs_after_supervisor_death(nodes, hanging_job, monkeypat
 
 def test_node_lost_twice_is_excluded(nodes, hanging_job):
     spare = "NodeName=node[3-4]"
-    # With spare nodes, the job would leave node2 after the first loss.
+    # The other nodes are drained. With spare nodes, the job would leave node2 after the first loss.
     nodes.run("scontrol", "update", spare, "State=drain", "Reason=spare")
     job = hanging_job(5.0, num_nodes=2)
-    for _ in range(4):  # an older order on a returning node may end a newer attempt
+    # An older command on a returning node may end a newer attempt, so the loss is repeated.
+    for _ in range(4):
         assert eventually(lambda: running(job), 180), job.status()
         start = time.time()
         nodes.cut("node2")
@@ -380,8 +402,8 @@ def test_node_lost_twice_is_excluded(nodes, hanging_job):
 
 
 def test_time_limit_saves_and_requeues_the_job(sandbox, site, tmp_path):
-    # Slurm checks time limits every 30 s and signals jobs that are due before the next check. The
-    # signal must not come at the first check, when the shell of the job has not started yet.
+    # Slurm checks time limits every 30 s, and signals jobs whose limit ends before the next check.
+    # The signal must not come at the first check, because the shell of the job has not started yet.
     spec = standin(tmp_path / "limit", 350, 0.2, time_limit_s=60)
     job, start = submit(spec, with_slurm(site, stop_before_end_s=10)), time.time()
     stopped = event(job, "requeued", start, 90)
@@ -456,7 +478,7 @@ def test_job_and_status_survive_controller_restart(sandbox, site, tmp_path):
 
 
 def test_node_local_checkpoint_directory_is_refused(nodes, site, tmp_path):
-    """The job fails before any rank starts."""
+    """A node-local checkpoint directory makes the job fail before any rank starts."""
     run_dir = tmp_path / "local"
     run_dir.mkdir()
     (run_dir / "checkpoints").symlink_to(nodes.path("scratch"))
@@ -482,10 +504,11 @@ def test_launches_leave_no_process(sandbox, site, tmp_path, is_full):
 
 @pytest.mark.thorough
 def test_loss_after_kill_and_preemption_is_unchanged(sandbox, site, spec, recipe, tmp_path):
-    """Two nodes of two processes. One rank is killed, then the job is preempted. Both times the run
-    resumes.
+    """The job has two nodes with two ranks each. First a rank is killed, then the job is preempted.
+    The run resumes both times.
 
-    The losses equal the losses of an uninterrupted local run, and the goodput ledger adds up.
+    The losses equal the losses of an uninterrupted local run. The parts of the goodput ledger add
+    up to the total.
     """
     recipe = recipe.replace(num_steps=50, checkpoint_every=10)
     unbroken = kit.launch(tmp_path / "unbroken", spec=spec, plan=DP4, recipe=recipe)
@@ -524,8 +547,8 @@ def test_loss_after_kill_and_preemption_is_unchanged(sandbox, site, spec, recipe
 def test_disk_full_during_a_save_keeps_old_checkpoint(
     nodes, small_disk, site, spec, recipe, tmp_path
 ):
-    """tests/test_train.py tests a full disk on one machine. test_slurm.py tests that code 78 is
-    final for Slurm too.
+    """tests/test_train.py tests a full disk on one machine. test_slurm.py tests that Slurm does not
+    restart a job after exit code 78.
     """
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
     folder, filler = small_disk / "checkpoints", small_disk / "filler"
@@ -556,7 +579,9 @@ def test_disk_full_during_a_save_keeps_old_checkpoint(
 
 
 def test_earlier_tests_left_no_process(tmp_path_factory):
-    """Other test files may run at the same time. Their processes are in other folders."""
+    """Only processes in the folders of this test session are checked, because other tests may run
+    at the same time in other folders.
+    """
     folder = tmp_path_factory.getbasetemp()
     assert not processes(f"{STANDIN}\0{folder}")
     assert not processes(f"kit.train\0--run\0{folder}")

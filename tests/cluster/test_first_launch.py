@@ -1,6 +1,7 @@
-"""From `sinfo` to a job's script on five invented clusters, by the commands that each step advises.
+"""The way from `sinfo` to a job script on five simulated clusters. Each step runs the command that
+the previous step advised.
 
-What `sinfo` and `scontrol` print is written as in the clusters' own documentation and in
+The output of `sinfo` and `scontrol` has the format shown in the clusters' own documentation and in
 https://slurm.schedmd.com/sinfo.html: partition, nodes, CPUs, MB, time limit, nodes of a job, GRES,
 features, node names.
 """
@@ -45,7 +46,7 @@ RECIPE = "num_steps = 10\nlearning_rate = 1e-4\nwarmup_steps = 1\n"
 
 
 def be_cluster(folder, monkeypatch, lines):
-    """Replaces `sinfo` and `scontrol` by scripts that print the output of a cluster."""
+    """Puts scripts named `sinfo` and `scontrol` into PATH, which print the output of a cluster."""
     fakes = {"sinfo": f"echo '{lines}'", "scontrol": f"echo '{CONFIG}'"}
     monkeypatch.setenv("PATH", f"{programs(folder / 'bin', fakes)}:{os.environ['PATH']}")
 
@@ -57,12 +58,14 @@ def run(*words):
 
 
 def advised(text):
-    """Returns the words of the last command that a text advises."""
+    """Returns the arguments of the last `kit plan` or `kit launch` command in a text."""
     return shlex.split(re.findall(r"kit ((?:plan|launch) .*)", text)[-1])
 
 
 def fill_in(file):
-    """Fills in the lines marked EDIT that a job on one node needs, as a user would."""
+    """Fills in the lines marked EDIT of a site file that a job on one node needs, as a user
+    would.
+    """
     text = file.read_text().replace('account = "EDIT"', 'account = "abc123"')
     for name, value in NUMBERS.items():
         pattern = rf"# EDIT: ({name} = .*value = )0"
@@ -147,7 +150,9 @@ def test_site_init_selects_a_node_type(tmp_path, monkeypatch):
     ],
 )
 def test_site_init_lists_other_gpu_types_of_a_node(tmp_path, monkeypatch, gres, taken, other):
-    """Complete GPUs are selected before MIG slices. The printed option selects the other type."""
+    """`kit site init` selects complete GPUs before MIG slices (parts of a GPU). The printed option
+    selects the other GPU type.
+    """
     monkeypatch.chdir(tmp_path)
     be_cluster(tmp_path, monkeypatch, f"gpu*|6|96|515000|1-00:00:00|1-infinite|{gres}|(null)|n1")
     printed = run("site", "init", "first.toml").output
@@ -159,7 +164,9 @@ def test_site_init_lists_other_gpu_types_of_a_node(tmp_path, monkeypatch, gres, 
 
 
 def test_plan_names_all_missing_numbers_of_a_site(tmp_path, monkeypatch):
-    """With the example of the error message in place of the lines to edit, `kit plan` succeeds."""
+    """The error message gives an example. With this example in place of the EDIT lines of the site
+    file, `kit plan` succeeds.
+    """
     monkeypatch.chdir(tmp_path)
     be_cluster(tmp_path, monkeypatch, CLUSTERS["3090"])
     run("site", "init", "my.toml")

@@ -38,7 +38,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """A folder in PYTHONPATH with a module that all ranks import and a module that they run."""
+    """Puts a folder into PYTHONPATH. The folder has a module that all ranks import, and a module
+    that the ranks run.
+    """
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "heavy_of_test.py").write_text(HEAVY)
@@ -55,9 +57,10 @@ def job(folder, code, forks, run="run", **changes):
 
 
 def test_forked_ranks_equal_spawned_ranks(modules):
-    """Compared: environment, arguments, working directory, signal mask, open files and logs.
+    """These properties of the ranks are compared: environment, arguments, working directory, signal
+    mask, open files and logs.
 
-    Forked ranks share one import of the heavy module. Each spawned rank imports it.
+    Forked ranks share one import of the heavy module. Each spawned rank imports it again.
     """
     told = {}
     for forks in (False, True):
@@ -89,7 +92,8 @@ def test_forked_rank_reports_the_same_exit_as_spawned(modules, code, reason):
     anew, forked = (handle.wait(20) for handle in handles)
     assert (anew.exit_code, anew.state) == (forked.exit_code, forked.state)
     assert reason in forked.reason.replace("rank 1", "rank 0"), forked.reason
-    # Only the rank that ends first is certain to raise. The other rank may be killed before.
+    # Only the first rank that ends is certain to raise the error. The other rank may be killed
+    # before.
     told = [handles[1].logs(rank) for rank in (0, 1)]
     assert any("ValueError: broken" in words for words in told) == ("ValueError" in code)
 

@@ -1,4 +1,4 @@
-"""`import cluster` must be cheap: it runs on login nodes and at the start of every rank."""
+"""`import cluster` is cheap, because it runs on login nodes and at the start of every rank."""
 
 import subprocess
 import sys
@@ -23,5 +23,6 @@ def test_import_is_fast_and_loads_no_heavy_package():
             [sys.executable, "-c", CODE], capture_output=True, text=True, check=True
         )
         times.append(float(run.stdout))
-    # 0.07 s on an idle machine. The import of one of the heavy packages takes a second or more.
+    # The import takes 0.07 s on an idle machine. The import of a heavy package, such as torch,
+    # takes a second or more.
     assert min(times) <= 0.3, times

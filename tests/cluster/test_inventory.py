@@ -1,4 +1,6 @@
-"""Site files made from output of Slurm: recorded output of other clusters, and a real Slurm."""
+"""Site files generated from Slurm's output: output recorded on other clusters, and output of a real
+Slurm.
+"""
 
 import shlex
 import tomllib
@@ -25,8 +27,8 @@ SlurmctldParameters     = enable_configless
 """
 
 
-# Written as in: molbuilder's and nodetop's tests of scontrol (A100), JHU's DSAI pages (H100),
-# LUMI's documentation (mi250), a public note with `gpu:A100:4(S:0-1),lscratch:3570`,
+# Formats of GRES as found in: molbuilder's and nodetop's tests of scontrol (A100), JHU's DSAI pages
+# (H100), LUMI's documentation (mi250), a public note with `gpu:A100:4(S:0-1),lscratch:3570`,
 # slurm_usage_history's tests (two kinds on a node).
 @pytest.mark.parametrize(
     ("gres", "expected"),
@@ -42,7 +44,8 @@ SlurmctldParameters     = enable_configless
         ("gpu:tesla", (1, "tesla")),
         ("shard:16,nvme:1", (0, "")),
         ("(null)", (0, "")),
-        # https://slurm.schedmd.com/slurm.conf.html, Gres: name[:type][:no_consume]:count[K|M|...]
+        # Format in https://slurm.schedmd.com/slurm.conf.html, Gres:
+        # name[:type][:no_consume]:count[K|M|...]
         ("gpu:3090:8", (8, "3090")),
         ("gpu:2080:4(S:0-1),mps:400(S:0)", (4, "2080")),
         ("gpu:gtx:no_consume:2", (2, "gtx")),
@@ -87,7 +90,7 @@ def test_gres_is_parsed_into_gpu_count_and_type(gres, expected):
     ],
 )
 def test_packaged_site_is_selected_by_gpu_name(gres, features, site):
-    """Product names as vendors and clouds write them in GRES and features."""
+    """The product names are written as vendors and clouds write them in GRES and features."""
     (nodes,) = inventory.nodes_of(f"gpu*|2|64|257000|30:00|1|{gres}|{features or '(null)'}|n[1-2]")
     assert inventory.packaged_site(nodes)[0] == site
 
@@ -95,7 +98,7 @@ def test_packaged_site_is_selected_by_gpu_name(gres, features, site):
 @pytest.mark.parametrize(
     "line",
     [
-        "q|4|64|498074|infinite|1-4|(null)",  # nothing but cores
+        "q|4|64|498074|infinite|1-4|(null)",  # The node has neither GPUs nor features.
         "trn1|4|64|498074|infinite|1-4|(null)",
         "q|4|128|498074|infinite|1-4|(null)|(null)|q-st-trn132xlarge-[1-4]",
         "q|4|8|32000|infinite|1-4|neuroncore:2|(null)|q-[1-4]",
@@ -159,7 +162,8 @@ def write(tmp_path, partition=None, lines=LINES, **more):
 @pytest.mark.parametrize(
     ("partition", "devices", "gpus", "max_nodes", "max_s"),
     [
-        (None, 4, "a100:4", 64, 48 * 3600),  # nodes with GPUs come first
+        # If no partition is chosen, nodes with GPUs are preferred.
+        (None, 4, "a100:4", 64, 48 * 3600),
         ("debug", 4, "4", 1, 1800),
         ("cpu", 128, None, None, None),
     ],
@@ -177,7 +181,8 @@ def test_site_file_describes_the_chosen_partition(
 def test_values_unknown_to_slurm_are_marked_edit(tmp_path):
     site, text = write(tmp_path)
     assert (site.name, site.slurm.partition, site.slurm.cpus_per_task) == ("big-gpu", "gpu", 32)
-    # 40 or 80 GB: GRES does not say. The file assumes the least and shows what to write for more.
+    # GRES does not say whether the GPU has 40 or 80 GB. The generated file assumes 40 GB, and shows
+    # the line for 80 GB.
     assert site.device == Site.load("perlmutter").device
     more = Site.load("selene").device
     assert "# EDIT: sinfo says a100 and not how much memory" in text
@@ -222,7 +227,7 @@ def test_site_init_local_describes_this_machine(tmp_path):
 
 
 def test_site_init_local_takes_gpus_from_torch(tmp_path, monkeypatch):
-    """GPU name and memory as recorded on a machine with two H100."""
+    """The GPU name and memory were recorded on a machine with two H100."""
     import torch
 
     told = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=84929347584)
@@ -237,8 +242,8 @@ def test_site_init_local_takes_gpus_from_torch(tmp_path, monkeypatch):
 
 @pytest.fixture
 def login_node(monkeypatch):
-    """A fake login node that answers `sinfo` and `scontrol` and refuses all other commands. The
-    value is the list of received commands.
+    """A fake login node that answers `sinfo` and `scontrol`, and refuses all other commands. The
+    fixture's value is the list of received commands.
     """
     asked = []
     answers = {"sinfo": LINES, "scontrol": CONFIG}

@@ -1,5 +1,5 @@
-"""The run-directory contract: state and exit files, fencing, process identity, requests, and the
-status they give.
+"""Files in the run directory: state and exit files, rejection of writes by older attempts, process
+identity, requests, and the status derived from these files.
 """
 
 import dataclasses
@@ -50,7 +50,9 @@ from tests.cluster.jobs import job_spec
 
 @pytest.fixture(autouse=True)
 def quick_watch(monkeypatch):
-    """Accepts the age of an old heartbeat at once, without watching for a newer heartbeat."""
+    """Disables the wait in which a reader watches for a newer heartbeat. An old heartbeat counts as
+    old at once.
+    """
     monkeypatch.setattr(heartbeats, "WATCH_S", 0.0)
     monkeypatch.setattr(heartbeats, "WATCH_STEPS", 0.0)
     monkeypatch.setattr(heartbeats, "WATCH_BEATS", 0.0)
@@ -165,7 +167,7 @@ def test_older_attempt_is_fenced_off(tmp_path):
     with pytest.raises(StaleAttemptError):
         write_exit(tmp_path, ended(attempt=1, rc=1))
     assert read_state(tmp_path) == newer and read_exit(tmp_path) is None
-    # exit.json fences off older attempts too when state.json is damaged.
+    # exit.json also prevents writes of older attempts when state.json is damaged.
     (tmp_path / "state.json").write_text('{"state": "runn')
     write_exit(tmp_path, ended(attempt=3))
     with pytest.raises(StaleAttemptError):
@@ -254,8 +256,8 @@ def test_status_uses_exit_report_of_this_attempt_only(tmp_path):
     ],
 )
 def test_silent_job_is_stalled_after_a_timeout(tmp_path, written, age_s, step_time_s, expected):
-    """The timeout is 60 s or ten steps, whichever is longer, and half an hour before the first
-    step.
+    """A job without a new heartbeat is stalled after 60 s or ten steps, whichever is longer. Before
+    the first step, it is stalled after half an hour.
     """
     running(tmp_path, state=written, heartbeat=time.time() - age_s, step_time_s=step_time_s)
     status = read_status(tmp_path)
@@ -266,16 +268,20 @@ def test_silent_job_is_stalled_after_a_timeout(tmp_path, written, age_s, step_ti
     "change", [{"start_ticks": 1}, {"boot_id": "another"}, {"pid": 2**22 + 1}, {"pid": -1}]
 )
 def test_job_without_its_process_is_lost(tmp_path, change):
-    """The process number is recycled, of another boot, unused or invalid."""
+    """Four cases: the process number belongs to a newer process, is from another boot, is unused,
+    or is invalid.
+    """
     running(tmp_path, process=dataclasses.replace(Process.current(), **change))
     status = read_status(tmp_path)
     assert status.state is JobState.LOST and "left no exit.json" in status.reason
 
 
 def test_recycled_pid_and_zombie_count_as_ended():
-    """A recycled process number is never signalled."""
+    """Process numbers are reused. No signal is sent to a newer process that has the number of an
+    ended process.
+    """
     stranger = dataclasses.replace(Process.current(), start_ticks=1)
-    # If SIGKILL were sent, this test would not return.
+    # The process number is the number of this test process, so SIGKILL would end the test.
     assert stranger.send_signal(signal.SIGKILL) is False
     child = subprocess.Popen(["sleep", "60"])
     ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -288,8 +294,8 @@ def test_recycled_pid_and_zombie_count_as_ended():
 
 
 def test_process_on_another_host_is_not_presumed_dead(tmp_path):
-    """While its heartbeat is recent, the directory cannot be claimed and the job cannot be
-    cancelled from here. After the heartbeat has become old, a new attempt replaces the job.
+    """While the heartbeat of the job is recent, no new attempt can claim the run directory, and
+    this host cannot cancel the job. With an old heartbeat, a new attempt replaces the job.
     """
     away = dataclasses.replace(Process.current(), host="node77", pid=1)
     running(tmp_path, process=away)
@@ -300,14 +306,16 @@ def test_process_on_another_host_is_not_presumed_dead(tmp_path):
         claim_attempt(tmp_path)
     with pytest.raises(JobError, match="node77.*`kit stop` without --now"):
         Job.attach(tmp_path).cancel()
-    heartbeats._sightings.clear()  # as in a process that has not seen the heartbeats before
+    heartbeats._sightings.clear()  # A new process has not seen the earlier heartbeats.
     running(tmp_path, process=away, heartbeat=time.time() - 100)
     assert read_status(tmp_path).state is JobState.STALLED
     assert claim_attempt(tmp_path) == 2, "a silent job elsewhere may be replaced: it is fenced off"
 
 
 def test_claim_increments_attempt_and_clears_requests(tmp_path):
-    """A directory in use is refused. Without state.json, log names give the last attempt."""
+    """A run directory in use is refused. Without state.json, the number of the last attempt is read
+    from the names of the logs.
+    """
     run_dir = tmp_path / "new" / "run"
     assert claim_attempt(run_dir) == 1
     with pytest.raises(JobError, match=r"in use: attempt 1 is queued.*kit stop .* \(--now"):
@@ -322,7 +330,7 @@ def test_claim_increments_attempt_and_clears_requests(tmp_path):
 
 
 def test_request_is_taken_once(tmp_path):
-    """An empty file, made by `touch`, is a request too."""
+    """An empty request file, created by `touch`, counts as a request too."""
     running(tmp_path)
     job_spec(tmp_path, "x").write(tmp_path / "job.json")
     assert not take_request(tmp_path, "stop")
@@ -366,7 +374,7 @@ TO_8 = "belongs to job 7 now, this is job 8"
 
 
 def scheduler_says(monkeypatch, state, reason="so it says", **fields):
-    """Replaces the scheduler by one that always gives this answer."""
+    """Replaces the scheduler query by a function that always returns this state and reason."""
     look = SchedulerAnswer(state=state, reason=reason, **fields)
     monkeypatch.setattr(poll, "POLLER", Poller(lambda jobs: {job.id: look for job in jobs}))
 
@@ -378,10 +386,13 @@ def submitted(run_dir):
 
 
 def test_only_the_submitted_job_takes_over_a_run(tmp_path, monkeypatch):
-    """The first start takes the queued attempt. A restart of the job is the next attempt."""
+    """At its first start, the job takes over the queued attempt. A restart of the job begins the
+    next attempt.
+    """
     scheduler_says(monkeypatch, JobState.RUNNING)
     assert submitted(tmp_path) == 1
-    elsewhere = JOB.replace(config="/run/slurm.conf")  # as a node may see it
+    # The path of slurm.conf on a node may differ from the path on the submitting host.
+    elsewhere = JOB.replace(config="/run/slurm.conf")
     assert take_over(tmp_path, elsewhere) == 1, "the job starts the attempt that was queued for it"
     state = read_state(tmp_path)
     assert state is not None and state.scheduler_job == JOB and state.process == Process.current()
@@ -404,7 +415,9 @@ def test_late_hand_over_keeps_state_of_started_job(tmp_path):
 
 
 def test_follow_up_job_takes_over_from_its_attempt_only(tmp_path, monkeypatch):
-    """The supervisor may die before it has written the number of the new job into state.json."""
+    """The follow-up job may take over even if the supervisor died before it wrote the new job
+    number into state.json.
+    """
     new = SchedulerJob(scheduler="slurm", id="8", config="/run/slurm.conf")
     scheduler_says(monkeypatch, JobState.RUNNING)
     submitted(tmp_path)
@@ -433,7 +446,9 @@ def test_writer_of_a_given_up_attempt_is_fenced_off(tmp_path):
 
 
 def test_heartbeat_after_the_end_changes_nothing(tmp_path):
-    """A rank may train on for some seconds after `scancel` has ended its supervisor."""
+    """After `scancel` has ended the supervisor, a rank may train for some more seconds and write
+    heartbeats.
+    """
     running(tmp_path)
     update_state(tmp_path, attempt=1, state="failed", reason="cancelled (scancel)")
     with pytest.raises(StaleAttemptError, match=r"has ended: cancelled \(scancel\)"):
@@ -458,7 +473,8 @@ def test_heartbeat_after_the_end_changes_nothing(tmp_path):
         ("failed", "running", 5, "failed"),
         ("done", "queued", 5, "done"),
         ("lost", "queued", 5, "lost"),
-        ("lost", "running", 5, "running"),  # forgotten by a crashed controller, but alive
+        # The controller lost this job in a crash, but the job is alive.
+        ("lost", "running", 5, "running"),
         ("lost", "running", 100, "lost"),
     ],
 )
@@ -475,7 +491,9 @@ def test_status_combines_scheduler_and_state_file(
 
 @pytest.mark.parametrize("clock_ahead_s", [0.0, 3600.0, -3600.0])
 def test_status_is_running_despite_older_queue_answer(tmp_path, monkeypatch, clock_ahead_s):
-    """The clock of the job's node may differ from the clock here by an hour."""
+    """The scheduler's answer is older than the heartbeat. The clock of the job's node may differ
+    from the local clock by an hour.
+    """
     submitted(tmp_path)
     scheduler_says(monkeypatch, JobState.QUEUED)
     assert read_status(tmp_path).state is JobState.QUEUED
@@ -499,7 +517,7 @@ def test_history_skips_a_torn_line(tmp_path):
     + [([5, None, 6], 0)],
 )
 def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
-    """`steps` holds the last step of each attempt, None for an attempt without a step."""
+    """`steps` holds the last step of each attempt. None means that the attempt took no step."""
     for attempt, step in enumerate(steps, start=1):
         update_state(tmp_path, attempt=attempt, state="running", step=step)
         update_state(tmp_path, attempt=attempt, state="requeued")
@@ -516,7 +534,7 @@ def test_starts_ended_by_a_lost_node_are_not_counted(tmp_path):
 
 
 def test_cancel_of_a_starting_job_writes_no_exit_report(tmp_path, monkeypatch):
-    """The supervisor of the job reports its end."""
+    """The supervisor of the job writes the exit report when the job ends."""
     job_spec(tmp_path, "x").write(tmp_path / "job.json")
     scheduler_says(monkeypatch, JobState.QUEUED)
     submitted(tmp_path)
@@ -530,7 +548,9 @@ def test_cancel_of_a_starting_job_writes_no_exit_report(tmp_path, monkeypatch):
 
 
 def test_preempted_attempts_are_no_fruitless_starts(tmp_path):
-    """A job of low priority may be preempted often before its first step."""
+    """A job with low priority may be preempted often before its first step, and must not be given
+    up.
+    """
     for attempt, end in enumerate(("preempted", "preempted", "requeued", "preempted"), 1):
         update_state(tmp_path, attempt=attempt, state="starting")
         update_state(tmp_path, attempt=attempt, state=end)

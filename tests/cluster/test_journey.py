@@ -1,6 +1,6 @@
-"""A run on a real Slurm, controlled over ssh from JupyterLab on a laptop without Slurm.
+"""A run on a real Slurm that a user controls over ssh, from JupyterLab on a laptop without Slurm.
 
-KIT_SCREENSHOTS names a folder for a screenshot of each stage.
+If KIT_SCREENSHOTS names a folder, a screenshot of each stage is saved there.
 """
 
 import json
@@ -87,13 +87,17 @@ HEAD_AND_MFU = """\
 
 @pytest.fixture
 def laptop_python(reader_python) -> Path:
-    """The reader's Python, found before `login_node` removes programs from PATH."""
+    """Path of the Python on the user's laptop, made before `login_node` removes programs
+    from PATH.
+    """
     return reader_python()
 
 
 @pytest.fixture
 def rates(sandbox, site, tiny_dataset, tmp_path) -> dict[str, float]:
-    """FLOP/s of matrix products: measured peak, and the rate that predicts the step time here."""
+    """Returns {"peak": measured peak, "rate": rate with which the step time here is predicted},
+    both for matrix products in FLOP/s.
+    """
     recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=30, learning_rate=1e-3)
     own = site.replace(devices_per_node=1)
     run = kit.launch(tmp_path / "first", spec=SPEC, plan=PLAN, recipe=recipe, site=own)
@@ -113,7 +117,9 @@ def notebook(
     tmp_path,
     monkeypatch,
 ) -> Iterator[Notebook]:
-    """A notebook in a JupyterLab with the laptop's environment: ssh in PATH, and no Slurm."""
+    """A notebook in a JupyterLab with the environment of the laptop. PATH has ssh, but no Slurm
+    commands.
+    """
     folder = tmp_path / "laptop"
     folder.mkdir()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -129,13 +135,13 @@ def notebook(
 
 
 def picture(notebook: Notebook, name: str) -> None:
-    """Saves a screenshot of the dashboard's header and its MFU chart. The ssh config file of this
-    test is removed from the displayed ssh command.
+    """Saves a screenshot of the dashboard's header and MFU chart. The option with this test's ssh
+    config file is removed from the displayed ssh command.
     """
     if folder := os.environ.get("KIT_SCREENSHOTS"):
         shown = notebook.page.locator(".kit-monitor").last
         style = notebook.page.add_style_tag(content=HEAD_AND_MFU)
-        notebook.page.wait_for_timeout(1000)  # the chart takes its new width
+        notebook.page.wait_for_timeout(1000)  # The chart needs a moment to adapt to its new width.
         shown.locator(".kit-reason").evaluate(
             "e => { e.textContent = e.textContent.replace(/-F \\S+ /, ''); }"
         )
@@ -144,7 +150,9 @@ def picture(notebook: Notebook, name: str) -> None:
 
 
 def test_run_is_controlled_from_jupyterlab_over_ssh(notebook, login_node, tmp_path) -> None:
-    """Launch, live view, a slow rank, a lost connection, stop, resume, cancel and cost ledger."""
+    """Tested: launch, live view, a slow rank, a lost connection, stop, resume, stop now and the
+    cost ledger.
+    """
     here, there = (tmp_path / side / "from-my-chair" for side in ("laptop/runs", "there"))
     notebook.open(width=1300)
     notebook.run_cell(0)

@@ -1,8 +1,7 @@
-"""Kubernetes: submission and status by the real kubectl, against a server with the real API's
-paths.
+"""Kubernetes jobs: submission and status with the real kubectl, against a simulated API server.
 
-No cluster can run here. The server answers with the documented fields of the API. The tests add the
-conditions and counts that a real cluster would add.
+No Kubernetes cluster can run here. The simulated server has the API's real paths and documented
+fields. The tests add the conditions and counts that a real cluster would add.
 """
 
 import json
@@ -31,7 +30,9 @@ OPENAPI = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 
 
 def discovery():
-    """Returns the first answers that kubectl needs, by path: the kinds of objects of the API."""
+    """Returns the answers to kubectl's first requests, by path. The answers list the kinds of
+    objects in the API.
+    """
     can = {"namespaced": True, "verbs": ["create", "delete", "get", "list", "watch"]}
     answers, groups = {}, []
     for version, kinds in KINDS.items():
@@ -46,7 +47,9 @@ def discovery():
 
 
 class Api(ThreadingHTTPServer):
-    """A server with the REST API paths that the tests use. `objects` holds the objects by path."""
+    """A simulated API server with the REST paths that the tests use. `objects` maps a path to the
+    created object.
+    """
 
     daemon_threads = True
 
@@ -70,7 +73,7 @@ class ApiHandler(BaseHTTPRequestHandler):
         if place in self.server.objects:
             return self._refuse(409, f"{place} already exists")
         assert query["fieldValidation"] == ["Strict"]
-        # A field of a newer version, which a client must ignore.
+        # The server adds a field of a newer API version, which a client must ignore.
         self.server.objects[place] = item | {"status": {"fieldOfTheFuture": 1}}
         self._answer(201, self.server.objects[place])
 
@@ -78,7 +81,8 @@ class ApiHandler(BaseHTTPRequestHandler):
         path, query = self._path()
         if path in self.server.answers:
             return self._answer(200, self.server.answers[path])
-        if path == "/openapi/v2":  # an empty one: the server itself validates
+        # The schema is empty, because the server validates objects itself.
+        if path == "/openapi/v2":
             return self._answer(200, b"", OPENAPI)
         if path in self.server.objects:
             return self._answer(200, self.server.objects[path])
@@ -149,8 +153,8 @@ def api(tmp_path, monkeypatch):
 
 @pytest.fixture
 def submitted(api, tmp_path):
-    """A function that submits a job on EKS with changed fields of the site. Returns (job, object on
-    the server).
+    """Returns a function that submits a job to EKS. Keywords change fields of the site. The
+    function returns (job, job object on the server).
     """
 
     def send(**changes):
@@ -181,7 +185,8 @@ def test_job_is_submitted_queried_and_cancelled(api, submitted, tmp_path):
     job.cancel()
     assert not api.objects and ("Background", f"{JOBS}/{name}") in api.requests
     assert job.status().state.is_final
-    kubernetes.cancel(scheduler_job(job), job.run_dir)  # already deleted
+    # The object is deleted already, so this call does nothing.
+    kubernetes.cancel(scheduler_job(job), job.run_dir)
     with pytest.raises(JobError, match="does not belong to this run"):
         kubernetes.cancel(scheduler_job(job), tmp_path / "another")
 
@@ -275,7 +280,7 @@ def test_requeue_of_failed_job_makes_the_next_attempt(api, submitted, tmp_path):
     job.requeue()
     core, name = "/api/v1/namespaces/default", made["metadata"]["name"]
     gone = [f"{place}/{name}" for place in (JOBS, f"{core}/configmaps", f"{core}/services")]
-    # Foreground: an object is deleted after its pods.
+    # With the policy "Foreground", an object is deleted after its pods.
     assert [path for how, path in api.requests if how == "Foreground"] == gone
     (made,) = api.of_kind("jobs")
     assert made["metadata"]["name"].endswith("-2")
@@ -307,7 +312,7 @@ def test_api_refusal_is_reported_and_leaves_nothing(api, submitted, tmp_path):
 
 
 def test_kubectl_failures_are_reported(api, submitted, tmp_path, monkeypatch):
-    """Unreachable server, no answer in time, kubectl not installed."""
+    """Tested: an unreachable server, no answer in time, and a missing kubectl."""
     job, _ = submitted()
     api.shutdown()
     api.server_close()

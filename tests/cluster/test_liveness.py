@@ -1,7 +1,7 @@
-"""Detection of silent runs by their heartbeat, where the clocks of two machines differ.
+"""Detection of silent runs by their heartbeats when the clocks of two machines differ.
 
-The clock of the reader is set forward or back by `faketime`, in a process of its own, or by
-replacing the clocks of the module.
+The clock of the reading process is changed by `faketime`, in a separate process, or by replacing
+the module `time`.
 """
 
 import json
@@ -32,7 +32,7 @@ print(json.dumps({"found": found, "took_s": time.monotonic() - start}))
 
 
 class Beats:
-    """A run on another host whose heartbeat is written several times a second."""
+    """A run on another host. A thread writes its heartbeat several times a second."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.over = run_dir, threading.Event()
@@ -62,7 +62,9 @@ def beats(tmp_path):
 
 
 def test_clock_offset_does_not_stall_a_starting_run(tmp_path):
-    """Before the first step, the supervisor writes heartbeats at long intervals."""
+    """The heartbeats come at long intervals, because the supervisor writes them before the first
+    training step.
+    """
     elsewhere = Process.current().replace(host="node7")
     update_state(tmp_path, attempt=1, state=JobState.STARTING, process=elsewhere)
     start, over = heartbeats.StartWatch(tmp_path, 1), threading.Event()
@@ -86,7 +88,9 @@ def test_clock_offset_does_not_stall_a_starting_run(tmp_path):
 
 
 def look(offset: str, *run_dirs: Path) -> tuple[list[dict], float]:
-    """Returns the statuses that a process with another clock reads, and the seconds it took."""
+    """Reads runs in a process whose clock has an offset. Returns (statuses of the runs, seconds
+    that reading took).
+    """
     if shutil.which("faketime") is None:
         pytest.skip("faketime is not installed: apt-get install faketime")
     words = ["faketime", "-f", offset, sys.executable, "-c", LOOK, *map(str, run_dirs)]
@@ -105,7 +109,9 @@ def test_clock_offset_does_not_stall_a_running_run(beats, offset):
 
 @pytest.mark.parametrize("offset", ["+0", "+2m"])
 def test_silent_run_is_stalled_despite_clock_offset(tmp_path, offset):
-    """Many silent runs are watched at the same time."""
+    """Five silent runs are watched at the same time, so reading all of them takes as long as
+    reading one.
+    """
     run_dirs = [tmp_path / str(number) for number in range(5)]
     elsewhere = Process.current().replace(host="node7")
     for run_dir in run_dirs:
@@ -119,7 +125,9 @@ def test_silent_run_is_stalled_despite_clock_offset(tmp_path, offset):
 
 
 class Clocks:
-    """Replaces the reader's module `time`: a monotonic clock and a wall clock with an offset."""
+    """Replaces the module `time` of the reading process by simulated clocks: a monotonic clock, and
+    a wall clock with an offset.
+    """
 
     def __init__(self, ahead_s: float) -> None:
         self.ahead_s, self.now = ahead_s, 1000.0
@@ -138,7 +146,9 @@ class Clocks:
 
 @pytest.mark.parametrize("ahead_s", [0.0, 300.0, -300.0])
 def test_run_is_stalled_a_minute_after_last_heartbeat(tmp_path, monkeypatch, ahead_s):
-    """Not earlier, whatever the offset of the reader's clock."""
+    """The run must not be reported as stalled earlier than one minute after its last heartbeat,
+    even if the clock of the reading machine is wrong.
+    """
     clocks = Clocks(ahead_s)
     monkeypatch.setattr(heartbeats, "time", clocks)
     monkeypatch.setattr(status, "time", clocks)
@@ -162,7 +172,9 @@ def test_run_is_stalled_a_minute_after_last_heartbeat(tmp_path, monkeypatch, ahe
 
 
 def test_rare_status_query_uses_the_wall_clock(tmp_path, monkeypatch):
-    """A heartbeat that changed long ago, between two queries, does not count as recent."""
+    """The status is queried only twice, with a long time in between. A heartbeat that changed
+    between the queries may be old, and does not count as recent.
+    """
     clocks = Clocks(0.0)
     monkeypatch.setattr(heartbeats, "time", clocks)
     elsewhere = Process.current().replace(host="node7")

@@ -1,4 +1,6 @@
-"""The local launcher with real processes: start, end, failure, kill, reattachment, cleanup."""
+"""The local launcher with real processes: start, end, failure, kill, attaching from another
+process, and cleanup.
+"""
 
 import os
 import resource
@@ -40,7 +42,9 @@ DONE, FAILED = JobState.DONE, JobState.FAILED
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch):
-    """Marks every process that a test starts, and checks that none is left when it ends."""
+    """Sets an environment variable that all processes started by a test inherit. After the test,
+    checks that no process with this variable is left.
+    """
     text = f"CLUSTER_TEST={uuid.uuid4()}"
     monkeypatch.setenv(*text.split("="))
     yield text
@@ -58,25 +62,29 @@ def spec(run_dir, code, num_processes=2, **changes):
 
 @pytest.fixture
 def launch(tmp_path):
-    """A function that submits a job whose ranks run some code. Its run directory is `tmp_path`."""
+    """Returns a function that submits a job with two ranks, which run the given Python code. The
+    run directory is `tmp_path`.
+    """
     return lambda code, *size, **changes: submit(spec(tmp_path, code, *size, **changes), LAPTOP)
 
 
 @pytest.fixture
 def until_go(tmp_path):
-    """The code of a rank that waits for a file."""
+    """Python code of a rank. The rank waits until the file `go` exists in the run directory."""
     return (
         f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)\n"
     )
 
 
 def printed(job, rank=0):
-    """Waits for the first line of a rank's log and returns it."""
+    """Waits until the log of a rank has a first line, and returns the line."""
     return eventually(lambda: (job.logs(rank) or "").partition("\n")[0])
 
 
 def test_successful_job_gives_ranks_their_environment(tmp_path, launch, monkeypatch):
-    """Environment variables, working directory, log and empty standard input of each rank."""
+    """Checked for each rank: environment variables, working directory, log, and empty standard
+    input.
+    """
     for name, value in {"FROM_CALLER": "kept", "RANK": "99", "OMP_NUM_THREADS": "3"}.items():
         monkeypatch.setenv(name, value)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR KIT_ATTEMPT FROM_CALLER"
@@ -106,10 +114,10 @@ def test_first_failing_rank_ends_job_and_is_named(launch):
     words = "'bad <data>' + 100 * ' because'"
     fail = f"time.sleep(0.2); raise ValueError({words})"
     job = launch(f"import os, time\nif os.environ['RANK'] == '1': {fail}\n{SLEEP}", 3)
-    status = job.wait(20)  # the other ranks are ended
+    status = job.wait(20)  # The supervisor ends the other ranks, so the wait is short.
     assert (status.state, status.exit_code, status.attempt) == (FAILED, 1, 1)
     assert status.reason.startswith("rank 1 ended with code 1: ValueError: bad <data> because ")
-    # Truncated between words, with an ellipsis.
+    # The reason is truncated between two words and ends with an ellipsis.
     assert status.reason.endswith(" because …") and len(status.reason) > 500
     report = read_exit(job.run_dir)
     assert report is not None and report.failing_rank == 1 and "Traceback" in report.log_tail
@@ -118,7 +126,7 @@ def test_first_failing_rank_ends_job_and_is_named(launch):
 
 
 def test_rank_ignoring_sigterm_is_killed_after_grace(launch):
-    """A child of the rank is killed too, though it has a session of its own."""
+    """A child process of the rank is killed too, although it runs in a separate session."""
     deaf = "import os, signal, subprocess; signal.signal(15, signal.SIG_IGN)\n"
     child = f"{deaf}os.setsid(); {PRINT_AND_SLEEP}"
     job = launch(f"{deaf}subprocess.Popen([*{FAST!r}, {child!r}])\n{SLEEP}", 1, grace_s=0.5)
@@ -137,7 +145,7 @@ def test_rank_can_clean_up_during_the_grace_time(launch):
     status = job.wait(20)
     assert (status.state, status.exit_code) == (FAILED, 143)
     assert job.logs().splitlines()[-1] == "saved"
-    job.cancel()  # has no effect: the job has ended
+    job.cancel()  # This call has no effect, because the job has ended.
 
 
 def test_time_limit_ends_the_job(launch):
@@ -146,11 +154,12 @@ def test_time_limit_ends_the_job(launch):
 
 
 def test_sigkill_of_supervisor_ends_ranks_and_children(launch, mark):
-    """The run is then lost, and the next launch is attempt 2."""
+    """The status of the run is then "lost", and the next launch starts attempt 2."""
     child = f"subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True)"
     job = launch(f"import subprocess; {child}\n{PRINT_AND_SLEEP}")
     assert printed(job, 0) and printed(job, 1)
-    assert len(processes("", mark)) == 6  # guard, supervisor, 2 ranks, 2 children
+    # The processes are one guard, one supervisor, two ranks and two children.
+    assert len(processes("", mark)) == 6
     os.kill(supervisor(job).pid, signal.SIGKILL)
     assert eventually(lambda: not processes("", mark), 30), processes("", mark)
     status = job.status()
@@ -161,10 +170,13 @@ def test_sigkill_of_supervisor_ends_ranks_and_children(launch, mark):
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced", "renamed", "emptied"])
 def test_job_ends_when_its_directory_is_removed(fate, tmp_path, mark):
-    """The job writes nothing at the old path afterwards."""
+    """After the run directory was removed, the job writes nothing at the old path of the
+    directory.
+    """
     run_dir = tmp_path / "run"
     submit(spec(run_dir, SLEEP), LAPTOP)
-    assert len(processes("", mark)) == 4  # guard, supervisor, 2 ranks
+    # The four processes are one guard, one supervisor and two ranks.
+    assert len(processes("", mark)) == 4
     if fate == "renamed":
         run_dir.rename(tmp_path / "kept")
     elif fate == "emptied":
@@ -175,7 +187,7 @@ def test_job_ends_when_its_directory_is_removed(fate, tmp_path, mark):
         run_dir.mkdir()
         (run_dir / "job.json").write_text("of somebody else")
     assert eventually(lambda: not processes("", mark), 60), processes("", mark)
-    # Nothing was written after the directory was removed.
+    # No file was written after the run directory was removed.
     left = [path.name for path in run_dir.glob("[!.]*")]
     assert left == (["job.json"] if fate == "replaced" else [])
     assert run_dir.exists() == (fate in ("replaced", "emptied"))
@@ -204,7 +216,7 @@ run_dir, attempt = Path.cwd(), int(os.environ["KIT_ATTEMPT"])
 def take(step):
     update_state(run_dir, attempt=attempt, state="running", step=step, heartbeat=time.time())
 """
-"""Code of a rank. `take(step)` records a step."""
+"""Beginning of the Python code of a rank. The code calls `take(step)` to record a training step."""
 
 
 @pytest.mark.parametrize(
@@ -219,8 +231,8 @@ def take(step):
     ids=["killed", "failed", "always killed", "useless to retry", "asked to stop"],
 )
 def test_exit_of_a_rank_decides_about_a_restart(tmp_path, launch, step, end, attempts, reason):
-    """Crashed ranks are restarted. No restart follows exit code 78, a request to stop, or three
-    starts without a new step.
+    """Crashed ranks are restarted. No restart follows exit code 78 (configuration error), a stop
+    request, or three starts in a row without a new training step.
     """
     job = launch(f"{STEPPING}take({step})\n{end}", 1, working_directory=str(tmp_path))
     status = job.wait(60)
@@ -245,7 +257,9 @@ Path.replace = failing
 directory_handle.RETRY_DELAYS_S = (0.1,) * 5
 sys.exit(supervisor.main())
 """
-"""A supervisor whose first writes of state.json after a crash of its ranks fail."""
+"""Python code of a supervisor on a failing disk. After its ranks have crashed, the first FAILURES
+writes of state.json fail.
+"""
 
 
 @pytest.mark.parametrize(("failures", "attempts"), [(4, 2), (10**6, 1)], ids=["passes", "stays"])
@@ -279,7 +293,9 @@ print(job.wait(20).state)"""
 
 
 def test_job_survives_death_of_submitting_process(tmp_path, until_go):
-    """The submitting process kills its process group, as at the end of a kernel or a terminal."""
+    """The submitting process kills its own process group, as happens when a Jupyter kernel or a
+    terminal ends.
+    """
     code = """
 import os, sys
 from cluster.job import JobSpec
@@ -317,7 +333,8 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path, launch):
         "import os; n = os.environ['KIT_ATTEMPT']; print('attempt', n); raise SystemExit(n == '1')"
     )
     assert launch(code, 1).wait(20).state is FAILED
-    ask(tmp_path, "stop")  # after the end of attempt 1, and not meant for attempt 2
+    # This stop request comes after the end of attempt 1 and does not apply to attempt 2.
+    ask(tmp_path, "stop")
     job = launch(code, 1)
     assert (job.wait(20).state, job.status().attempt) == (DONE, 2)
     assert (
@@ -332,7 +349,7 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path, launch):
 def test_supervisor_of_older_attempt_cannot_write(tmp_path, launch, mark):
     job = launch(SLEEP, 1)
     left_over = supervisor(job)
-    # As written by a host that has given up attempt 1.
+    # Another host has given up attempt 1 and started attempt 2.
     state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)
     assert left_over.send_signal(signal.SIGTERM)
     assert eventually(lambda: not processes("", mark))
@@ -342,7 +359,7 @@ def test_supervisor_of_older_attempt_cannot_write(tmp_path, launch, mark):
 
 
 def test_follow_yields_lines_as_they_are_written(tmp_path, launch, until_go):
-    """The last line has no newline. A `wait` that times out does not end the job."""
+    """The last line of the log has no newline. A timeout in `wait` does not end the job."""
     code = f"import sys\nprint('first')\n{until_go}print('second')\nsys.stdout.write('rest')"
     job = launch(code, 1)
     lines = job.follow(poll_s=0.05)
@@ -357,7 +374,7 @@ def test_follow_yields_lines_as_they_are_written(tmp_path, launch, until_go):
     "word", ['-rf a b it\'s say "no"', "$HOME `id` \\ *;&| Zürich 東京 🚀\ntwo lines"]
 )
 def test_special_characters_reach_the_ranks_unchanged(tmp_path, word):
-    """In directories, arguments and environment variables."""
+    """The characters occur in directories, arguments and environment variables."""
     directory = tmp_path / word
     directory.mkdir()
     code = """
@@ -368,7 +385,7 @@ print(found == 3 * [eval(sys.argv[2])])"""
     argv = (*FAST, code, word, ascii(word))
     handle = submit(job_spec(directory / "run", *argv, num_processes=1, **given), LAPTOP)
     assert handle.wait(20).state is DONE and handle.logs() == "True\n"
-    # submit.sh, run by hand, starts the next attempt.
+    # A user who runs submit.sh in a shell starts the next attempt.
     script = ["bash", directory / "run" / "submit.sh"]
     subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
     assert handle.status().attempt == 2 and handle.logs() == "True\n"
@@ -406,7 +423,9 @@ def test_file_in_place_of_run_directory_is_refused(tmp_path):
 
 
 def test_launches_leak_no_process_or_descriptor(launch):
-    """Each of five launches costs less CPU time than ten starts of a bare Python."""
+    """Five launches together cost less CPU time than fifty starts of Python without imports, ten
+    for each launch.
+    """
 
     def used_s() -> float:
         kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

@@ -1,4 +1,6 @@
-"""Jobs of the sandbox from a process without Slurm, through a real sshd."""
+"""Jobs of the simulated Slurm cluster, started through a real sshd from a process that has no Slurm
+commands.
+"""
 
 import json
 import os
@@ -51,19 +53,19 @@ def own_key(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def behind(site, login_node, tmp_path):
-    """The sandbox's site behind its login node."""
+    """The site of the simulated cluster, reached through its login node."""
     there = There(python=sys.executable, folder=str(tmp_path / "there"), source=str(ROOT))
     return site.replace(login="frontier", there=there)
 
 
 def lone(run_dir):
-    """Returns a job of one rank that runs for about half a minute."""
+    """Returns a job specification with one rank that runs for about half a minute."""
     return standin(run_dir, 500, 0.05, num_processes=1)
 
 
 def test_job_behind_a_login_node_end_to_end(behind, login_node, tmp_path):
-    """Launch, status, lost connection, reconnection, stop from a second laptop, requeue, cancel,
-    and deletion of the remote directory.
+    """Tested in this order: launch, status, lost connection, reconnection, stop from a second
+    laptop, requeue, cancel, and deletion of the remote directory.
     """
     here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
     job = submission.submit(lone(here), behind)
@@ -96,7 +98,7 @@ def test_job_behind_a_login_node_end_to_end(behind, login_node, tmp_path):
     assert eventually(lambda: second.status().attempt == 2 and second.state is JobState.RUNNING)
     job.cancel()
     assert eventually(lambda: second.status().state.is_final), second.status()
-    # The last processes of the job may still write.
+    # The last processes of the job may still write into the directory, so deletion is repeated.
     assert eventually(lambda: shutil.rmtree(there, ignore_errors=True) or not there.exists())
     assert eventually(lambda: "not there any more" in job.status().reason), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs(attempt=1)
@@ -131,7 +133,9 @@ def test_job_is_attachable_after_lost_submit_answer(behind, tmp_path, monkeypatc
 
 
 def test_training_run_is_launched_through_login_node(behind, tmp_path):
-    """Data and checkpoints exist only on the cluster. Scripts contain paths of the cluster."""
+    """Dataset and checkpoints exist only on the cluster. The scripts contain paths of the
+    cluster.
+    """
     here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
     data = tmp_path / "there" / "data"
     data.mkdir(parents=True)
@@ -149,7 +153,7 @@ def test_training_run_is_launched_through_login_node(behind, tmp_path):
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text('{"time": 1e9}')
     assert eventually(lambda: run.job.status() and run.checkpoints.steps() == [5])
-    # The time in the manifest, not the time of the query.
+    # The value is the time in the checkpoint's manifest, not the time of this query.
     assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9)
     with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
         run.checkpoints.manifest(5)
@@ -185,8 +189,8 @@ def test_refused_remote_submission_leaves_no_files(behind, tmp_path):
 
 
 def test_remote_python_without_torch_is_refused(behind, tmp_path):
-    """Refused before the job is queued. If environment, setup or modules of the site may provide
-    torch, the check is left to the job.
+    """The launch is refused before the job is queued. If environment, setup or modules of the site
+    may provide torch, only the job itself checks for torch.
     """
     venv.create(tmp_path / "bare", symlinks=True)
     data, here = tmp_path / "there" / "data", tmp_path / "laptop" / "run"
@@ -206,7 +210,9 @@ def test_remote_python_without_torch_is_refused(behind, tmp_path):
 
 
 def test_missing_remote_run_directory_is_reported(pair, tmp_path):
-    """The error differs for a path that was never a run and for a run that was deleted."""
+    """There are two errors: one for a path where no run ever was, and one for a run that was
+    deleted.
+    """
     there, here = pair
     with pytest.raises(JobError, match="/never is no run directory there"):
         mirror_at(tmp_path / "never").ask(do="status")
@@ -230,7 +236,7 @@ def test_unknown_host_and_closed_port_errors_differ(tmp_path, monkeypatch):
 
 @pytest.fixture
 def same_machine(tmp_path, monkeypatch):
-    """A fake ssh, which runs the command on this machine. Its umask is 0."""
+    """A fake ssh that runs the remote command on this machine, with umask 0."""
     fake = """
 case " $* " in *" -G "*) exit 1 ;; esac
 echo "$@" >> "$0.calls"
@@ -249,14 +255,16 @@ exec bash -c "$*"
 
 @pytest.fixture
 def next_door(same_machine, tmp_path):
-    """A site whose login node is this machine."""
+    """A site whose login node is this machine, reached by the fake ssh."""
     there = There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
     site = Site.load("laptop").replace(scheduler="slurm", login="frontier", name="mine")
     return site.replace(there=there)
 
 
 def test_source_is_sent_once_into_a_private_folder(next_door, tmp_path):
-    """A source folder that another user owns or can write to is refused."""
+    """The second command sends no source again. A source folder that another user owns or can write
+    to is refused.
+    """
     refuse_lacking(next_door, [], "torch")
     (folder,) = (file.parents[2] for file in tmp_path.glob("there/*/*/cluster/login/answer.py"))
     sent = folder.stat().st_ctime_ns
@@ -278,7 +286,9 @@ def test_source_is_sent_once_into_a_private_folder(next_door, tmp_path):
 
 
 def test_remote_scripts_name_no_local_path():
-    """Their advice about many nodes is checked too. No login node is contacted."""
+    """The text of the scripts that advises on many nodes names no local path either. No login node
+    is contacted.
+    """
     there = There(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
     site = Site.load("generic-gpu-slurm").replace(login="nowhere", there=there)
     job = lone(ROOT / "run").replace(num_nodes=20, num_processes=20)
@@ -301,7 +311,9 @@ def test_site_file_source_may_be_writable_by_others(next_door, tmp_path):
 
 @pytest.fixture
 def pair(same_machine, tmp_path):
-    """A run directory and its mirror."""
+    """Returns (run directory on the cluster, its local mirror), both empty except for the job and
+    login files.
+    """
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there / "logs" / "attempt_01", here):
         folder.mkdir(parents=True)
@@ -337,7 +349,9 @@ def write(folder, files):
 
 
 def test_fetch_appends_replaces_and_removes_files(pair):
-    """Alerts of both sides are merged, and files that exist only here are kept."""
+    """Alerts from the cluster and from this machine are merged. Files that exist only in the local
+    mirror are kept.
+    """
     there, here = pair
     theirs = {"metrics.jsonl": line(1), "plan.json": "{}", "control/request_stop": ""}
     write(there, {**theirs, "alerts.jsonl": "theirs\n"})
@@ -396,8 +410,8 @@ def test_mirror_of_another_user_runs_no_command(pair, same_machine):
 
 
 def test_fetch_follows_no_link_on_either_side(pair, tmp_path):
-    """Remote files do not replace login.json, which identifies the mirror. Neither site.json nor
-    hidden files are fetched.
+    """Remote files do not replace login.json, which says to which remote run the local mirror
+    belongs. Neither site.json nor hidden files are fetched.
     """
     there, here = pair
     mine, names = tmp_path / "mine", ("state.json", "metrics.jsonl", "logs/attempt_01/x.log")
@@ -423,8 +437,8 @@ def test_fetch_follows_no_link_on_either_side(pair, tmp_path):
 
 
 def test_alerts_missed_while_offline_are_reported_once(pair, tmp_path, monkeypatch):
-    """`on_alert` runs once for each alert that the cluster wrote or that the fetched steps show. A
-    restarted watcher repeats none.
+    """`on_alert` runs once for each alert. An alert is written by the cluster or is found in the
+    fetched steps. A restarted watcher repeats no alert.
     """
     _, here = pair
     there = recorded_run(tmp_path / "cluster", steps=40).directory
@@ -463,7 +477,7 @@ def test_alerts_missed_while_offline_are_reported_once(pair, tmp_path, monkeypat
         return text and "is slow" in text and "loss" in text
 
     assert eventually(are_told)
-    again = watching()  # after a reboot: `kit watch RUN`
+    again = watching()  # A new watcher, as `kit watch RUN` after a reboot.
     assert eventually(lambda: again() == 41)
     assert len(told.read_text().splitlines()) == 2
 
@@ -471,7 +485,7 @@ def test_alerts_missed_while_offline_are_reported_once(pair, tmp_path, monkeypat
 def test_open_command_quotes_host_and_sets_master(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("Host frontier\n HostName 127.0.0.1\n")
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
-    # A host name that begins like an option is not passed as an option.
+    # A host name that begins with a hyphen is not passed to ssh as an option.
     told = connection.open_command("-oProxyCommand=touch x")
     assert told.endswith(" -- '-oProxyCommand=touch x'")
     master = "-fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'"

@@ -1,5 +1,5 @@
-"""Kubernetes manifests against the published schemas, and the script of a pod, run here under
-bash.
+"""Kubernetes manifests, checked against the published schemas, and the script of a pod, run by bash
+on this machine.
 """
 
 import json
@@ -35,8 +35,8 @@ SCHEMA_VERSION = "1.33"
 
 
 def test_manifest_equals_its_golden_file():
-    """The file has the script of a pod and the resource names of AWS's device plugins for a
-    trn1.32xlarge. After an intended change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
+    """The golden file has the script of a pod, and the resource names of AWS's device plugins for a
+    trn1.32xlarge. After an intended change, update it: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
     """
     site = eks(queue="trn1")
     job = training_job(name="hlat-7b", environment=site.profile("hlat-7b"))
@@ -47,7 +47,7 @@ def test_manifest_equals_its_golden_file():
 
 
 def test_kueue_job_starts_suspended_with_queue_label():
-    """Kueue then admits all pods together."""
+    """Kueue, which queues jobs on Kubernetes, then starts all pods of the job together."""
     (plain, *others), (queued, *same) = (
         manifests(training_job(), eks(queue=q)) for q in (None, "trn1")
     )
@@ -60,7 +60,9 @@ def test_kueue_job_starts_suspended_with_queue_label():
 
 
 def test_kubernetes_restarts_only_recoverable_failures():
-    """kubernetes.io/docs/concepts/workloads/controllers/job: backoffLimit, podFailurePolicy."""
+    """Source of the rules: kubernetes.io/docs/concepts/workloads/controllers/job, backoffLimit and
+    podFailurePolicy.
+    """
     useless = {"containerName": "node", "operator": "In", "values": [os.EX_CONFIG]}
     fails = {"action": "FailJob", "onExitCodes": useless}
     lost = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -68,7 +70,7 @@ def test_kubernetes_restarts_only_recoverable_failures():
     alone, several = (manifests(job, eks(max_restarts=7))[0] for job in (one, training_job()))
     assert (alone["spec"]["backoffLimit"], several["spec"]["backoffLimit"]) == (7, 0)
     assert alone["spec"]["podFailurePolicy"] == {"rules": [fails, lost]}
-    # A new pod alone could not join the others.
+    # With several pods, one restarted pod could not join the running pods.
     assert several["spec"]["podFailurePolicy"] == {"rules": [fails]}
     for job in (one, training_job()):
         job_set, _ = manifests(job, eks(kind="JobSet", max_restarts=7))
@@ -97,7 +99,7 @@ def test_job_set_follows_its_published_model():
         "kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api"
     )
     job_set, _ = manifests(training_job(), eks(kind="JobSet", queue="trn1"))
-    # A key that the model does not know would be dropped.
+    # The model of the API would drop an unknown key, so the two dicts would differ.
     assert models.JobsetV1alpha2JobSet.from_dict(job_set).to_dict() == job_set
 
 
@@ -120,12 +122,12 @@ COMPILE = 'echo compile >>"$KIT_RUN_DIR/compilations"'
 
 @pytest.fixture
 def pod(tmp_path):
-    """A function that runs the script of a pod and returns its process."""
+    """Returns a function that starts the script of a pod and returns the process."""
     fakes = {"python": FAKE_PYTHON, "neuron_parallel_compile": COMPILE}
     binaries = programs(tmp_path / "bin", fakes)
 
     def run(job, site, name="name-1", index=0):
-        for folder in ("logs", "control"):  # as a submission creates them
+        for folder in ("logs", "control"):  # A submission creates these folders.
             (Path(job.run_dir) / folder).mkdir(parents=True, exist_ok=True)
         text = pod_script(job, site.kubernetes, name)
         path = f"{binaries}:{os.environ['PATH']}"
@@ -166,18 +168,19 @@ def test_pod_runs_ranks_and_records_start_and_end(pod, tmp_path):
         assert state and state.state is JobState.DONE and state.scheduler_job
         assert (state.scheduler_job.id, state.scheduler_job.config) == (f"job/{name}", "/default")
         assert report and (report.attempt, report.rc) == (number, 0)
-    # Compiled once for the run, not for each attempt.
+    # The graphs are compiled once for the run, not once for each attempt.
     assert (run / "compilations").read_text() == "compile\n"
 
 
 def test_pod_sigterm_stops_one_attempt_only(pod, tmp_path):
-    """The pod ends with code 143 and without an exit report. A stop request of a person holds for
-    the next attempt too.
+    """SIGTERM ends the pod with code 143 and without an exit report. A stop request of a person
+    also applies to the next attempt.
     """
     site, job = pod_site(tmp_path), pod_job(tmp_path, "wait")
     process, run = pod(job, site), Path(job.run_dir)
     assert eventually(lambda: log_of(job, 1).exists() and log_of(job, 1).read_text(), 30)
-    os.kill(process.pid, signal.SIGTERM)  # Kubernetes signals the first process of a container only
+    # Kubernetes signals only the first process of a container.
+    os.kill(process.pid, signal.SIGTERM)
     assert process.wait(30) == 143
     asked = read_asked(run, "stop")
     assert read_exit(run) is None and asked is not None and not asked.by_person
@@ -209,7 +212,7 @@ def test_pod_exits_with_78_for_permanent_failures(pod, tmp_path):
 def test_pod_script_passes_shellcheck():
     for site in (eks(), eks(kind="JobSet")):
         text = texts(training_job(environment=site.profile("hlat-70b")), site)["run.sh"]
-        # run_rank is exported and called by `bash -c run_rank`, which shellcheck cannot see.
+        # shellcheck cannot see that the exported function run_rank is called by `bash -c run_rank`.
         shellcheck(text, "--exclude=SC2317,SC2329")
 
 

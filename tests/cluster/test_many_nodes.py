@@ -1,7 +1,8 @@
-"""A job on 9 real Slurm nodes with 8 ranks each, or on 64 nodes with `--real-limits` (make faults).
+"""A job on 9 simulated Slurm nodes with 8 ranks each, or on 64 nodes with `--real-limits` (make
+faults). Slurm itself is real.
 
-The rows of the 64 nodes go to results/many_nodes.json. The nodes share one host, so the loss of a
-node is simulated: all processes of the node are frozen.
+The measurements on 64 nodes are written to results/many_nodes.json. All nodes share one host, so
+the loss of a node is simulated by suspending all processes of the node.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from tests.support.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PER_NODE, LIMIT_S = 8, 40
-# To save memory, only rank 0 and the keepers run Python.
+# To save memory, only rank 0 and the keepers (processes that start and watch a rank) run Python.
 LIGHT = """\
 if [ "$RANK" = 0 ]; then exec "$@"; fi
 echo "attempt $KIT_ATTEMPT rank $RANK"
@@ -46,19 +47,21 @@ def many(tmp_path_factory, monkeypatch, is_full):
 
 
 def seconds_used(pid: int) -> float:
-    """Returns the CPU seconds of a process."""
+    """Returns the CPU time in seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def of_node(node: str) -> set[int]:
-    """Returns all processes of a node: its daemons, keepers and ranks."""
+    """Returns the numbers of all processes of a node: Slurm's daemons, the keepers of the ranks,
+    and the ranks.
+    """
     return {*processes("", f"SLURMD_NODENAME={node}"), *processes(f"\0{node}\0")}
 
 
 def survives_a_frozen_node(job, node, rows) -> int:
-    """Freezes a node, and checks that only this node is reported as lost. Then continues its
-    processes, because there is no spare node. Returns the next attempt.
+    """Suspends all processes of a node, and checks that only this node is reported as lost. Then
+    resumes the processes, because there is no spare node. Returns the number of the next attempt.
     """
     frozen, lost_at = of_node(node), time.time()
     assert len(frozen) > 2 * PER_NODE
@@ -111,7 +114,7 @@ def test_job_on_many_nodes_starts_and_reports_faults(many, tmp_path, is_full):
     again = event(job, "requeued", start)
     assert f"rank {ranks - 1} on" in again.reason and "SIGKILL" in again.reason
     own = log_path(job.run_dir, attempt, ranks - 1).read_text()
-    # The output of this rank, and of no other rank.
+    # The log contains the output of this rank only.
     assert own.startswith(f"attempt {attempt} rank {ranks - 1}") and own.count("\n") == 1
     if is_full:
         took_s = event(job, "running", start, 400).time - start

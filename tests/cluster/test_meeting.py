@@ -1,4 +1,6 @@
-"""Pods that find each other before their agents start, as processes of this machine."""
+"""Rendezvous of pods before their torchrun agents start, with pods simulated as processes of this
+machine.
+"""
 
 import subprocess
 import sys
@@ -19,7 +21,9 @@ def free_port() -> int:
 def pod(
     run_dir: Path, port: int, num_pods: int, index: int, limit_s: float, address: str = "localhost"
 ) -> subprocess.Popen:
-    """Starts the process of one pod, with a shorter time limit."""
+    """Starts the process of one pod. The process waits at most `limit_s` seconds for the other
+    pods, less than in a real pod.
+    """
     program = (
         "import sys; from cluster.kubernetes import meeting, __main__ as main;"
         f"meeting.host.__defaults__ = meeting.join.__defaults__ = ({limit_s},);"

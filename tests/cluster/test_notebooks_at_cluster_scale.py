@@ -1,4 +1,6 @@
-"""Notebooks with SCALE = "cluster" on a real Slurm: site, model, plan and recipe of a user."""
+"""Notebooks with SCALE = "cluster", executed on a real Slurm with site, model, plan and recipe
+files of a user.
+"""
 
 import json
 import re
@@ -19,11 +21,12 @@ MODEL, PLAN = "spec.json", "plan.json"
 
 @pytest.fixture
 def run_notebook(sandbox, spec, tiny_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function that executes a notebook with the files of a user beside it, and returns the runs
-    that the notebook made.
+    """Returns a function that executes a notebook in a folder with a user's files. The function
+    returns the runs that the notebook started.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # otherwise benchmark data would be downloaded
+    # Without this variable, benchmark data would be downloaded.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     folder = tmp_path / "notebooks"
     folder.mkdir()
     spec.write(folder / "spec.json")
@@ -67,8 +70,8 @@ def test_launch_jobs_runs_on_site_of_the_user(patient, run_notebook, spec) -> No
 
 
 def assert_runs(name: str, steps: list[int], run_notebook, spec) -> None:
-    """Executes a notebook, and checks that its runs have the settings of the user and these
-    numbers of steps.
+    """Executes a notebook, and checks that its runs have the user's settings and the given numbers
+    of steps.
     """
     runs = run_notebook(name)
     assert [run.metrics().summary()["step"] for run in runs] == steps
@@ -78,14 +81,15 @@ def assert_runs(name: str, steps: list[int], run_notebook, spec) -> None:
         assert run.plans()[1].data_parallel == 4, "the reader's layout"
     if name == "00_quickstart":
         assert runs[0].plan.data_parallel == 2, "then on half as many replicas"
-        # The checkpoints are scored by jobs, not in the kernel.
+        # Jobs score the checkpoints, not the notebook's kernel.
         assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_evaluate_runs_on_site_of_the_user(patient, run_notebook, spec, monkeypatch) -> None:
-    # The notebook downloads benchmarks and a pretrained model.
+    # This notebook downloads benchmarks and a pretrained model, so the variables that prevent this
+    # are removed.
     for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable)
     assert_runs("05_evaluate", [96], run_notebook, spec)

@@ -1,4 +1,6 @@
-"""Keepers of ranks: recorded failures, handling of Slurm's signals, and logs of ranks."""
+"""Keepers, which are the processes that start and watch a rank: recording of failures, handling of
+Slurm's signals, and logs of the ranks.
+"""
 
 import os
 import shlex
@@ -18,7 +20,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def keeper(tmp_path):
-    """A function that starts the keeper of a rank. The rank runs a command of sh."""
+    """Returns a function that starts the keeper of one rank. The rank runs a script of sh."""
     started = []
 
     def start(script, rank=0):
@@ -45,7 +47,9 @@ def test_rank_failure_is_recorded_and_children_end(keeper, tmp_path):
 
 
 def test_rank_ended_after_peer_failure_is_not_blamed(keeper, tmp_path):
-    """srun sends SIGTERM to the other ranks after a rank has failed."""
+    """After a rank has failed, srun sends SIGTERM to the other ranks. The keeper must not record
+    their end as a failure.
+    """
     process = keeper(f"touch {shlex.quote(str(tmp_path / 'begun'))}; exec sleep 1000")
     assert eventually((tmp_path / "begun").exists, 30)
     (failures_of(tmp_path, 1) / "rank_00003.json").touch()
@@ -55,7 +59,9 @@ def test_rank_ended_after_peer_failure_is_not_blamed(keeper, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_keeper_of_rank_0_sends_sigterm_to_supervisor(keeper, tmp_path, rank):
-    """The ranks do not get SIGTERM, and keepers of other ranks do not forward it."""
+    """The keeper of rank 0 forwards SIGTERM to the supervisor. The ranks do not receive the signal,
+    and keepers of other ranks do not forward it.
+    """
     heard = []
     signal.signal(signal.SIGTERM, lambda *_: heard.append(time.time()))
     try:

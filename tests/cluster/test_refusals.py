@@ -1,4 +1,5 @@
-"""Refusals before anything is written or submitted. Each error names a correction.
+"""Errors that are raised before any file is written or any job is submitted. Each error message
+says how to correct the problem.
 
 test_site.py tests invalid site files.
 """
@@ -61,7 +62,7 @@ SECRETS = (
 CHIPS = ("NVIDIA B200", "AMD Instinct MI300X", "Trainium2 NeuronCore")
 PEAKS = ("peak_flops_per_s", "matmul_flops_per_s")
 REFUSED = [
-    # A job.
+    # The following rows have an invalid field of a job specification.
     (lambda: job(argv=()), "job.argv"),
     (lambda: job(argv="python train.py"), "job.argv"),
     (lambda: job(argv=("x", "\udcff")), "not valid text"),
@@ -74,14 +75,14 @@ REFUSED = [
     (lambda: job(environment={"A": 1}), "environment.A"),
     *map(unnamable, ["A=B", "A-B", "A;B", "1A", "", "A B", "Ä", "A\n"]),
     *map(secret, SECRETS),
-    # A job that this machine cannot run.
+    # The following rows are jobs that this machine cannot run.
     (lambda: submit(job(argv=("no-such-program",)), LAPTOP), "no-such-program"),
     (lambda: submit(job(argv=("./train.sh",)), LAPTOP), "not an executable"),
     (lambda: submit(job(working_directory="/no/such"), LAPTOP), "not a directory"),
     (lambda: submit(job(num_processes=3072), LAPTOP), "at most 256"),
     (lambda: submit(job(num_processes=2, num_nodes=2), LAPTOP), "another site"),
     (lambda: Job.attach("."), "no job here"),
-    # A job that does not fit a site.
+    # The following rows are jobs that do not fit their site.
     (lambda: rendered("frontier", 9473), "9473 is more than the 9,472 nodes.*at most 75,776 dev"),
     (
         lambda: rendered("frontier", 4, 32),
@@ -97,7 +98,7 @@ REFUSED = [
     (lambda: manifests(training_job(run_dir="/me"), eks()), "job.run_dir: '/me'.*/fsx"),
     (lambda: manifests(training_job(working_directory="/me"), eks()), "directory: '/me'.*/fsx"),
     (lambda: eks(secrets={"HF_TOKEN": "hunter2"}), r"secrets\.HF_TOKEN: 'hunter2'"),
-    # A site and its numbers.
+    # The following rows have a wrong name of a site, or lack a number that a site needs.
     *((lambda name=name: Site.load(name), "frontier") for name in ("../sites/frontier", "", "/")),
     (lambda: Site.load("nowhere.toml"), "frontier"),
     (lambda: Site.load("fronteir"), "Did you mean 'frontier'"),
@@ -115,11 +116,11 @@ REFUSED = [
         for value in (0.0, -1.0, float("nan"), 1e18)
     ),
     *(in_teraflops(chip, field) for chip in CHIPS for field in PEAKS),
-    # A site behind a login node.
+    # The following rows are invalid sites behind a login node.
     (there, "either source, .* or sync"),
     (lambda: there("runs", sync=True), "there.folder: 'runs' is.* Give an absolute path"),
     (lambda: FRONTIER.replace(login="-oProxyCommand=x"), "login: '-oProxyCommand=x' is not all"),
-    # Output of Slurm.
+    # The following rows are outputs of Slurm commands that cannot be parsed.
     (lambda: inventory.nodes_of("PARTITION AVAIL TIMELIMIT"), "is not of the form"),
     (
         lambda: inventory.choose(inventory.nodes_of("gpu|2|64|257000|30:00|1|gpu:4"), "gpuu"),

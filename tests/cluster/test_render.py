@@ -1,4 +1,4 @@
-"""Scripts of jobs on packaged sites, and warnings about the jobs."""
+"""Job scripts for the packaged sites, and warnings about the jobs."""
 
 import re
 
@@ -34,7 +34,7 @@ CORES = "0xfe000000000000 0xfe00000000000000 0xfe0000 0xfe000000 0xfe 0xfe00 0xf
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        (  # docs.lumi-supercomputer.eu and github.com/spyysalo/lumi-llm-scaling
+        (  # Sources: docs.lumi-supercomputer.eu, github.com/spyysalo/lumi-llm-scaling
             "lumi",
             [
                 "#SBATCH --partition=standard-g",
@@ -45,7 +45,7 @@ CORES = "0xfe000000000000 0xfe00000000000000 0xfe0000 0xfe000000 0xfe 0xfe00 0xf
                 "export FI_CXI_DEFAULT_CQ_SIZE=262144",
             ],
         ),
-        (  # docs.nersc.gov
+        (  # Source: docs.nersc.gov
             "perlmutter",
             [
                 "#SBATCH --constraint=gpu\n",
@@ -89,7 +89,9 @@ def test_questionable_job_gets_a_warning(job, words):
     ("nodes", "hours"), [(1, 2), (91, 2), (92, 6), (183, 6), (184, 12), (9472, 12)]
 )
 def test_frontier_time_limit_follows_walltime_bins(nodes, hours):
-    """Scheduling policy of the Frontier User Guide."""
+    """Frontier allows a longer walltime for more nodes. Source: scheduling policy in the Frontier
+    User Guide.
+    """
     assert f"#SBATCH --time={hours:02d}:00:00" in render(job_on(FRONTIER, nodes), FRONTIER)
 
 

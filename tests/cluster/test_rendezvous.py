@@ -1,4 +1,4 @@
-"""The address and the port at which ranks meet, on a real Slurm."""
+"""Address and port of the rendezvous of the ranks, on a real Slurm."""
 
 import os
 import shlex
@@ -25,7 +25,9 @@ time.sleep(300)
 
 
 def occupy_ports(sandbox, folder: Path, *ports: int) -> None:
-    """Starts a process on the first node that listens at ports. Waits until it listens."""
+    """Starts a process on the first node that occupies the given ports. Returns when the process
+    listens at the ports.
+    """
     (folder / "listener.py").write_text(LISTENER)
     words = [sys.executable, folder / "listener.py", folder / "ready", *ports]
     wrapped = shlex.join(map(str, words))
@@ -34,7 +36,7 @@ def occupy_ports(sandbox, folder: Path, *ports: int) -> None:
 
 
 def test_unknown_address_of_first_node_fails_at_once(sandbox, site, tmp_path):
-    """Torch alone would wait for 20 minutes."""
+    """The job fails within a minute. Torch alone would wait for 20 minutes."""
     unknown = "node1-hsn0.cluster.invalid"
     site = with_slurm(site, task_setup=(f"export MASTER_ADDR={unknown}",))
     start = time.monotonic()
@@ -46,7 +48,9 @@ def test_unknown_address_of_first_node_fails_at_once(sandbox, site, tmp_path):
 
 
 def test_unreachable_first_node_is_reported(sandbox, site, tmp_path):
-    """On the second node 127.0.0.1 is the node itself, where no process listens."""
+    """MASTER_ADDR is 127.0.0.1. On the second node this address is the second node itself, where no
+    process listens.
+    """
     site = with_slurm(site, task_setup=("export MASTER_ADDR=127.0.0.1",))
     status = submit(standin(tmp_path / "run", num_processes=2), site).wait(120)
     assert status.state is JobState.FAILED
@@ -99,14 +103,16 @@ def test_reserved_port_can_be_used_only_by_rank_0():
 
 
 def test_ports_avoid_kubernetes_and_ephemeral_ranges():
-    """NodePorts of Kubernetes, and ports of outgoing connections of Linux by default."""
+    """The ports are outside Kubernetes' range of NodePorts, and outside Linux's default range for
+    outgoing connections.
+    """
     ours = set(range(FIRST_PORT, FIRST_PORT + NUM_PORTS))
     assert not ours & set(range(30000, 32768)) and not ours & set(range(32768, 61000))
 
 
 def test_hostname_with_loopback_address_is_reported(tmp_path):
-    """Debian's /etc/hosts gives 127.0.1.1 to the host's own name. gloo would send that address to
-    other nodes.
+    """In Debian's /etc/hosts, the host's own name has the address 127.0.1.1. gloo would send that
+    address to other nodes.
     """
     getent = tmp_path / "getent"
     getent.write_text("#!/bin/sh\necho '127.0.1.1       STREAM node2'\n")

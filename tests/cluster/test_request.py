@@ -1,4 +1,4 @@
-"""Resource requests that the kit derives if the site file has none, checked by a real Slurm."""
+"""Resource requests that the kit computes if the site file has none, checked by a real Slurm."""
 
 import json
 import re
@@ -23,16 +23,17 @@ GPU_SITES = [
     for name in Site.names()
     if (site := Site.load(name)).scheduler == "slurm"
     and site.device.is_gpu
-    and site.devices_per_node <= 8  # GPUs of a node of the sandbox
+    and site.devices_per_node <= 8  # A simulated node has eight GPUs.
 ]
 
 
 def based_on(base, tmp_path, slurm="", head=""):
-    """Returns the site of a minimal site file: a base and a partition."""
+    """Returns a site from a minimal site file, which has only a base site and a partition."""
     file = tmp_path / "mine.toml"
     file.write_text(f'base = "{base}"\n{head}\n[slurm]\npartition = "batch"\n{slurm}\n')
     site = Site.load(str(file))
-    # The sandbox has neither accounts nor features nor GPU types, and fewer cores.
+    # The simulated nodes have no accounts, features or GPU types, and fewer cores than the site's
+    # nodes.
     absent: dict[str, str | int | None] = dict.fromkeys(("account", "qos", "constraint"))
     if site.slurm and site.slurm.cpus_per_task:
         absent["cpus_per_task"] = 1
@@ -49,7 +50,9 @@ def job_of(site, tmp_path, per_node=None, num_nodes=2, **changes):
 
 
 def asked_of_slurm(sandbox, job, site, tmp_path):
-    """Submits a job with --hold. Returns (fields of `scontrol show job`, text of submit.sh)."""
+    """Submits a job with --hold, which does not start. Returns (fields of `scontrol show job`, text
+    of submit.sh).
+    """
     (tmp_path / "logs").mkdir(exist_ok=True)
     text = scripts(job, site)["submit.sh"]
     (tmp_path / "submit.sh").write_text(text)
@@ -66,7 +69,8 @@ def asked_of_slurm(sandbox, job, site, tmp_path):
 def test_minimal_site_file_requests_gpus(sandbox, tmp_path, name):
     site = based_on(name, tmp_path)
     found, text = asked_of_slurm(sandbox, job_of(site, tmp_path), site, tmp_path)
-    if name == "frontier":  # whole nodes, whose GPUs srun divides among the tasks
+    # Frontier allocates whole nodes, and srun divides the GPUs among the tasks.
+    if name == "frontier":
         assert "--gpus-per-task=1" in text and not found.get("TresPerNode")
         return
     assert found["TresPerNode"] == f"gres:gpu:{site.devices_per_node}"
@@ -75,13 +79,13 @@ def test_minimal_site_file_requests_gpus(sandbox, tmp_path, name):
 
 
 def test_partial_node_job_requests_its_share(sandbox, tmp_path):
-    site = based_on("mi300x", tmp_path)  # no source gives its number of cores
+    site = based_on("mi300x", tmp_path)  # No source gives the number of cores of this site.
     job = job_of(site, tmp_path, per_node=2, num_nodes=1, time_limit_s=3600)
     found, text = asked_of_slurm(sandbox, job, site, tmp_path)
     assert (found["TresPerNode"], found["OverSubscribe"]) == ("gres:gpu:2", "OK")
     assert "site.slurm.cpus_per_task is not given" in text and "No --time" not in text
     assert not [text for text in warnings(job, site) if "idle" in text]
-    site = based_on("dgx-h100", tmp_path)  # 112 cores
+    site = based_on("dgx-h100", tmp_path)  # A node of this site has 112 cores.
     text = scripts(job, site)["submit.sh"]
     assert "#SBATCH --cpus-per-task=14\n" in text and "(NVIDIA DGX H100 data sheet" in text
     typed = with_slurm(site, gpus_per_node="h100:8", cpus_per_task=14)
@@ -90,8 +94,11 @@ def test_partial_node_job_requests_its_share(sandbox, tmp_path):
 
 
 def test_ranks_see_the_gpus_and_cpus_of_their_node(sandbox, tmp_path):
-    """Slurm sets CUDA_VISIBLE_DEVICES. The CPUs of the node are divided among its ranks."""
-    site = based_on("perlmutter", tmp_path, "derive_request = true")  # four GPUs, eight CPUs
+    """Slurm sets CUDA_VISIBLE_DEVICES for each rank. The CPUs of the node are divided among the
+    ranks.
+    """
+    # A node has four GPUs and eight CPUs.
+    site = based_on("perlmutter", tmp_path, "derive_request = true")
     site = with_slurm(site, gpus_per_node=None, cpus_per_task=None, modules=(), environment={})
     code = "import os; print(*(os.environ[k] for k in ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS',"
     code += " 'SLURM_CPUS_PER_TASK')))"

@@ -1,4 +1,6 @@
-"""The folder of a sandbox: files of other users are never trusted, overwritten or run."""
+"""Folder of a Slurm sandbox (simulated cluster): files of other users in the folder are never
+trusted, overwritten or run.
+"""
 
 import os
 import stat
@@ -16,7 +18,9 @@ from cluster.state import JobError
 
 @pytest.fixture
 def common():
-    """A folder such as /tmp, in which all users can create files and delete their own files."""
+    """A folder with the mode of /tmp: all users can create files, and each user can delete only
+    their own files.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o1777)
         yield Path(folder)
@@ -24,7 +28,9 @@ def common():
 
 @pytest.fixture
 def assert_all_refuse(monkeypatch, capsys):
-    """A function that checks that every use of a folder is refused with the reason."""
+    """Returns a function that checks that every command refuses a sandbox folder and gives the
+    reason.
+    """
 
     def hold(root, why):
         message = rf"^{root} is no folder that you alone can write to: {why}.*Remove it, or give"
@@ -39,7 +45,7 @@ def assert_all_refuse(monkeypatch, capsys):
 
 
 def test_folder_writable_by_others_is_refused(tmp_path, assert_all_refuse):
-    """Links and files are refused too."""
+    """Links and files in place of the folder are refused too."""
     folder = tmp_path / "open"
     folder.mkdir()
     for mode, word in ((0o777, "drwxrwxrwx"), (0o770, "drwxrwx---"), (0o1777, "drwxrwxrwt")):
@@ -56,7 +62,9 @@ def test_folder_writable_by_others_is_refused(tmp_path, assert_all_refuse):
 
 
 def test_folder_of_another_user_is_refused(common, assert_all_refuse):
-    """The folder is private now, but its owner may have put files into it before."""
+    """Only the owner of the folder, who is another user, can access it now. The owner may have
+    planted files in the folder, so it is refused.
+    """
     if os.geteuid():
         pytest.skip("only root can become somebody else")
     (common / "key").write_bytes(b"secret")

@@ -1,4 +1,6 @@
-"""Site files: packaged sites, sources of their numbers, and errors for invalid files."""
+"""Site files, which describe machines: the packaged files, sources of their numbers, and errors for
+invalid files.
+"""
 
 import os
 

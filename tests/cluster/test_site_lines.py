@@ -1,4 +1,4 @@
-"""Shell lines of a site file: which failures end the script, run by the real bash."""
+"""Shell lines of a site file, run by the real bash: a failure of a line ends the script."""
 
 import subprocess
 
@@ -19,8 +19,8 @@ FILES = {
 
 
 def run(folder, lines, in_function):
-    """Returns the code, the output and the last line on standard error of a script or, as for the
-    ranks of a job, of an exported function."""
+    """Runs shell lines in a script, or in an exported function as for the ranks of a job. Returns
+    (exit code, standard output, last line of standard error)."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
     body = [*checked_lines(tuple(lines), "site.slurm.setup"), "echo goes on"]

@@ -1,4 +1,6 @@
-"""Jobs on a real Slurm: life cycle, status, logs, reattachment, special characters, errors."""
+"""Jobs on a real Slurm with simulated nodes: life cycle, status, logs, attaching from another
+process, special characters, and errors.
+"""
 
 import json
 import os
@@ -36,7 +38,7 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_launch_jobs.ipynb"
 
 
 def test_job_runs_from_queued_to_done(sandbox, site, tmp_path):
-    """State, logs of ranks, history, exit report and `follow`."""
+    """Checked: the states of the job, logs of all ranks, history, exit report and `follow`."""
     job = submit(standin(tmp_path / "run", num_processes=8, num_nodes=4), site)
     assert job.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING)
     assert job.wait(60).state is JobState.DONE
@@ -51,9 +53,9 @@ def test_job_runs_from_queued_to_done(sandbox, site, tmp_path):
 
 @pytest.mark.parametrize("last", ["exec sleep 60", "echo Socket timed out >&2; exit 1"])
 def test_job_runs_once_after_lost_sbatch_answer(sandbox, site, tmp_path, monkeypatch, last):
-    """The real sbatch submits. Then it hangs, or reports that the controller did not answer.
+    """sbatch submits the job. Then it hangs, or reports that the controller did not answer.
 
-    The error says that the job may have been accepted. A second launch submits a second job, and
+    The error says that Slurm may have accepted the job. A second launch submits a second job, and
     only one of the two jobs runs.
     """
     sbatch, run_dir = shutil.which("sbatch"), tmp_path / "run"
@@ -77,7 +79,9 @@ def test_job_runs_once_after_lost_sbatch_answer(sandbox, site, tmp_path, monkeyp
 
 
 def test_job_is_reattached_and_stopped_from_other_shell(sandbox, site, tmp_path, monkeypatch):
-    """The other shell has no SLURM_CONF. The run directory has the path."""
+    """The job is attached in another shell, which has no variable SLURM_CONF. The path of
+    slurm.conf is read from the run directory.
+    """
     job = submit(standin(tmp_path / "run", 500), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
     code = f"""
@@ -106,8 +110,8 @@ def test_queued_job_shows_reason_and_can_be_cancelled(sandbox, site, tmp_path):
 
 
 def test_requeue_makes_the_next_attempt(sandbox, site, tmp_path):
-    """A running job keeps its number, an ended job is submitted as a new one. A submission into a
-    directory in use is refused.
+    """A requeue of a running job keeps the job number. An ended job is submitted again under a new
+    number. A submission into a run directory in use is refused.
     """
     spec = standin(tmp_path / "run", 100)
     job = submit(spec, site)
@@ -124,17 +128,20 @@ def test_requeue_makes_the_next_attempt(sandbox, site, tmp_path):
 
 
 def test_job_ends_when_its_directory_is_deleted(sandbox, site, tmp_path):
-    """The job does not create the directory again."""
+    """After its run directory was deleted, the job does not create the directory again."""
     job = submit(standin(tmp_path / "run", 6000), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)  # the job still writes into it
+    # Deletion may fail at first, because the job still writes into the directory.
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
     assert eventually(lambda: not sandbox.run("squeue", "--noheader").strip(), 60)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     assert not (tmp_path / "run").exists()
 
 
 def test_first_failing_rank_gives_exit_code_and_reason(sandbox, site, tmp_path):
-    """Exit code 78 causes no restart, though a step was taken: a restart would fail again."""
+    """A rank that ends with code 78 (configuration error) is not restarted, even after a training
+    step, because the restart would fail again.
+    """
     code = f"""
 import os, pathlib, sys, time
 from cluster.state import update_state
@@ -144,11 +151,11 @@ if os.environ['RANK'] == '2':
     sys.exit(os.EX_CONFIG)
 time.sleep(600)"""
     job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
-    status = job.wait(60)  # the other ranks are ended
+    status = job.wait(60)  # The supervisor ends the other ranks, so the wait is short.
     assert (status.state, status.exit_code, status.attempt) == (JobState.FAILED, 78, 1)
     assert status.reason == "rank 2 on node3 ended with code 78: no <such> thing"
 
-    def shown():  # COMPLETING until all nodes have cleaned up
+    def shown():  # The job state is COMPLETING until all nodes have cleaned up.
         return sandbox.run("scontrol", "show", "job", scheduler_job(job).id)
 
     assert eventually(lambda: "JobState=FAILED" in shown())
@@ -156,8 +163,8 @@ time.sleep(600)"""
 
 
 def test_packed_environment_is_broadcast_to_each_node(sandbox, site, tmp_path):
-    """The command in the error for 65 nodes packs a venv. Keepers and ranks then run from the disk
-    of their node.
+    """A job on 65 nodes gives an error that advises a command. The command packs the virtual
+    environment. Keepers and ranks then run from the local disk of their node.
     """
     venv, run_dir = tmp_path / "venv", tmp_path / "run"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True)
@@ -183,8 +190,8 @@ def test_packed_environment_is_broadcast_to_each_node(sandbox, site, tmp_path):
 
 
 def test_special_characters_reach_ranks_unchanged(sandbox, site, tmp_path, monkeypatch):
-    """Secrets of the submitting shell reach the job and are written to no file. Slurm variables of
-    the submitting shell change nothing.
+    """Secrets in the submitting shell's environment reach the job, but are written to no file.
+    Slurm variables of the submitting shell do not change the job.
     """
     habits = {"SQUEUE_FORMAT": "%j", "SBATCH_PARTITION": "absent", "SLURM_JOB_ID": "7"}
     for name, value in {**habits, "HF_TOKEN": "hf_veryS3cret"}.items():
@@ -212,7 +219,8 @@ print(json.dumps([sys.argv[1:], os.environ['ODD'], os.environ['RANK'], os.getcwd
     "name", ["frontier", "generic-gpu-slurm", "lumi", "perlmutter", "trn1.32xlarge"]
 )
 def test_slurm_accepts_the_directives_of_each_site(sandbox, tmp_path, name):
-    # The sandbox has neither accounts nor features nor GPU types, and fewer cores.
+    # The simulated nodes have no accounts, features or GPU types, and fewer cores than the site's
+    # nodes.
     site = with_slurm(Site.load(name), **dict.fromkeys(("account", "qos", "constraint")))
     gpus = site.slurm.gpus_per_node
     gpus = gpus and gpus.rpartition(":")[2]
@@ -227,8 +235,8 @@ def test_slurm_accepts_the_directives_of_each_site(sandbox, tmp_path, name):
 
 
 def test_torchrun_agents_start_the_ranks_of_their_node(sandbox, site, tmp_path):
-    """Trainium uses torchrun. The agents find each other. Every rank gets its number and log, and
-    ignores SIGTERM.
+    """Jobs on Trainium use torchrun. The agents on both nodes find each other. Each rank has its
+    rank number and log, and ignores SIGTERM.
     """
     code = """
 import os, signal
@@ -248,7 +256,8 @@ graph = pathlib.Path(os.environ['CACHE']) / 'graph'
 graph.write_text('compiled') if 'COMPILING' in os.environ else print(graph.read_text(), graph)"""
     places = {"shared_cache": str(tmp_path / "shared"), "node_cache": str(tmp_path / "disk")}
     compilation = Compilation(command=("env", "COMPILING=1"), variable="CACHE", **places)
-    # One node: nodes of the sandbox share a disk and would copy into one folder at once.
+    # The job has one node. All simulated nodes share a disk, so two nodes would copy into one
+    # folder at the same time.
     spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=2, num_nodes=1)
     job = submit(spec, with_slurm(site, compilation=compilation))
     assert job.wait(120).state is JobState.DONE, job.status()
@@ -262,7 +271,7 @@ graph.write_text('compiled') if 'COMPILING' in os.environ else print(graph.read_
         ({"run_dir": "/dev/shm/run"}, "batch", ConfigError, "memory of this one machine"),
         ({"num_nodes": 9, "num_processes": 9}, "batch", ConfigError, "'batch' has 4.*sinfo"),
         ({"num_nodes": 2, "time_limit_s": 7200}, "debug", ConfigError, "gives at most 1800"),
-        ({}, "batchh", JobError, "invalid partition"),  # error text of Slurm
+        ({}, "batchh", JobError, "invalid partition"),  # The last field is Slurm's error text.
     ],
 )
 def test_refused_submission_writes_nothing(
@@ -334,7 +343,9 @@ def test_job_is_not_lost_if_slurm_cannot_be_queried(monkeypatch, deaf):
 
 
 def test_accounting_without_end_time_reads_as_stopping(monkeypatch):
-    """The accounting has not received the end of job 1 yet, so its exit code is not final."""
+    """Slurm's accounting database has no end time for job 1 yet, so the exit code of the job is not
+    final.
+    """
     ended = "2026-11-23T22:33:01"
     rows = {"1": "FAILED|0:0|Unknown", "2": f"FAILED|3:0|{ended}", "3": "RUNNING|0:0|Unknown"}
 
@@ -362,7 +373,8 @@ def test_sandbox_avoids_the_network_of_another(sandbox, tmp_path):
     root = next(filter(would_take_it, (tmp_path / f"sandbox-{n}" for n in range(100_000))))
     other = Sandbox.start(root)
     try:
-        assert other.shift and other.values()["network"] != wanted  # or a later one
+        # a later network, if the next one is in use too
+        assert other.shift and other.values()["network"] != wanted
         assert Sandbox.find(root) == other.replace(was_running=True)
         for each in (sandbox, other):
             assert set(each.node_states().values()) == {"idle"}
@@ -372,7 +384,9 @@ def test_sandbox_avoids_the_network_of_another(sandbox, tmp_path):
 
 @pytest.fixture
 def start_sandbox(tmp_path):
-    """A function that starts a sandbox in a separate folder. The test's end stops it."""
+    """Returns a function that starts a Slurm sandbox (simulated cluster) in a separate folder. The
+    sandbox is stopped after the test.
+    """
     started = []
 
     def start(root=tmp_path / "sandbox", **how):
@@ -387,7 +401,7 @@ def start_sandbox(tmp_path):
 
 
 def test_sandbox_without_namespaces_runs_a_job(start_sandbox, tmp_path, monkeypatch):
-    """A second start finds the running sandbox. `stop` removes the sandbox's folder."""
+    """A second start finds the running sandbox. `stop` removes the folder of the sandbox."""
     sandbox = start_sandbox(num_nodes=2, isolated=False)
     assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
     again = Sandbox.start(tmp_path / "sandbox")
@@ -490,7 +504,9 @@ REASONS = Path(__file__).with_name("slurm_reasons.txt")
 
 
 def test_every_slurm_pending_reason_is_explained():
-    """All names in Slurm's source, grouped by the descriptions in its documentation."""
+    """All pending reasons in Slurm's source are tested. The reasons are grouped by the descriptions
+    in Slurm's documentation.
+    """
     verdict, names = "", 0
     for line in REASONS.read_text().splitlines():
         if line.startswith("["):
@@ -513,7 +529,7 @@ BANNER = "INFO: maintenance on Monday | see https://status\n\n#### cluster: big 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 def test_stray_lines_of_slurm_commands_are_ignored(sandbox, site, tmp_path, monkeypatch, last):
-    """Each command prints a banner to standard output, as site wrappers do."""
+    """Each Slurm command prints a banner to standard output, as wrappers of some sites do."""
     real = {name: shutil.which(name) for name in "sbatch squeue scontrol sacct sinfo".split()}
     printed = f"cat <<'END'\n{BANNER}\nEND"
     call = '{} "$@"; code=$?; [ $code = 0 ] || exit $code'

@@ -1,6 +1,7 @@
-"""Batch scripts: compared with golden files, and run on this machine by a fake `srun`.
+"""Batch scripts, compared with golden files and run on this machine with a fake `srun`.
 
-test_slurm.py uses a real Slurm. After an intended change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
+test_slurm.py uses a real Slurm. After an intended change, update the golden files:
+KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
 """
 
 import difflib
@@ -78,7 +79,7 @@ def training_job(name, num_processes, num_nodes, **changes):
     return job_spec(run_dir, *words, num_processes=num_processes, **given)
 
 
-# Ranks and nodes of the papers. Frontier: launch scripts of Dash et al.
+# Numbers of ranks and nodes from the papers. Frontier: launch scripts of Dash et al.
 # (github.com/sajal-vt/Megatron-DeepSpeed-ORNL), 1T on the 3,072 GCDs of arXiv 2312.12705. HLAT:
 # github.com/awslabs/HLAT and arXiv 2404.10630, on instances of 32 cores.
 JOBS = {
@@ -92,7 +93,9 @@ JOBS = {
 
 @pytest.fixture
 def portable(monkeypatch):
-    """Replaces the paths of this machine in scripts by fixed paths."""
+    """Replaces this machine's paths in generated scripts by fixed paths, so that golden files fit
+    every machine.
+    """
     monkeypatch.setattr(slurm_script.sys, "executable", "/shared/environment/bin/python")
     monkeypatch.setattr(slurm_script, "PACKAGE_ROOT", Path("/shared/kit"))
     monkeypatch.setattr(slurm, "PACKAGE_ROOT", Path("/shared/kit"))
@@ -105,8 +108,8 @@ def texts_of(name):
 
 
 def directives(script):
-    """Returns the options that sbatch reads: it stops at the first line that is neither comment
-    nor empty.
+    """Returns the #SBATCH options that sbatch reads. sbatch stops at the first line that is neither
+    empty nor a comment.
     """
     found = {}
     for line in script.splitlines():
@@ -120,9 +123,9 @@ def directives(script):
 
 @pytest.mark.parametrize("name", ["frontier-1t", "hlat-70b"])
 def test_scripts_equal_their_golden_files(portable, name):
-    """submit.sh is compared completely, compile.sh by its differences from submit.sh.
+    """submit.sh is compared completely. compile.sh is compared by its differences from submit.sh.
 
-    The script of Frontier follows docs.olcf.ornl.gov: "PyTorch on Frontier" (batch script, best
+    The script for Frontier follows docs.olcf.ornl.gov: "PyTorch on Frontier" (batch script, best
     practices).
     """
     texts = texts_of(name)
@@ -137,7 +140,7 @@ def test_scripts_equal_their_golden_files(portable, name):
         assert text == (GOLDEN / file_name).read_text()
 
 
-# From the published launch scripts, github.com/awslabs/HLAT, 7b/.
+# Settings from the published launch scripts of HLAT's 7B model, github.com/awslabs/HLAT, 7b/.
 HLAT_7B = """\
     export XLA_USE_BF16=1
     export XLA_DOWNCAST_BF16=0
@@ -157,7 +160,9 @@ HLAT_7B = """\
     ],
 )
 def test_scripts_of_other_sizes_differ_only_in_values(portable, name, golden, time):
-    """Numbers of ranks and nodes, time limit and, for HLAT, the environment profile."""
+    """The values are the numbers of ranks and nodes, the time limit and, for HLAT, the environment
+    profile.
+    """
     expected = (GOLDEN / f"{golden}.submit.sh").read_text().replace(golden, name)
     (_, ranks, nodes), (_, all_ranks, all_nodes) = JOBS[name], JOBS[golden]
     for before, after in (
@@ -169,7 +174,8 @@ def test_scripts_of_other_sizes_differ_only_in_values(portable, name, golden, ti
         ("12:00:00", time),
     ):
         expected = expected.replace(before, after)
-    if ranks <= 64:  # up to 64 ranks, each rank writes its own log
+    # With up to 64 ranks, each rank writes a separate log file.
+    if ranks <= 64:
         expected = expected.replace('[ "$RANK" != 0 ] || exec >>', "exec >>")
     if golden == "hlat-70b":
         profile = r"    export XLA_USE_BF16=0\n(    export .*\n)+"
@@ -204,8 +210,8 @@ def test_array_task_gets_one_node_and_its_number(portable, tmp_path):
     ids=["missing", "loaded"],
 )
 def test_module_error_with_code_0_ends_the_job(portable, tmp_path, loads, fails):
-    """Version 3 of Environment Modules returns 0 after an error. Like later versions, it maintains
-    LOADEDMODULES.
+    """Environment Modules 3 returns code 0 after an error. The script therefore checks
+    LOADEDMODULES, which version 3 maintains as later versions do.
     """
     job = training_job("web", 8, 1, working_directory=str(tmp_path)).replace(
         argv=("/bin/echo", "x")
@@ -231,7 +237,7 @@ def test_scripts_pass_shellcheck(portable, name):
 
 
 class Bench:
-    """A folder with fake commands in which rendered scripts are run."""
+    """A folder with fake Slurm commands, in which generated scripts are run."""
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.bin = folder, programs(folder / "bin", FAKES)
@@ -240,7 +246,9 @@ class Bench:
         monkeypatch.setattr(slurm_script, "PACKAGE_ROOT", folder / "kit")
 
     def run(self, job, site):
-        """Runs all scripts of a job. Returns (arguments, environment, directory) of rank 0."""
+        """Runs all scripts of a job, which must succeed. Returns (arguments, environment, working
+        directory) of rank 0.
+        """
         run_dir = Path(job.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         Path(job.working_directory).mkdir(parents=True, exist_ok=True)
@@ -397,8 +405,8 @@ def test_master_address_is_read_from_task_setup_block(portable):
 
 
 def test_singularity_runs_ranks_and_array_tasks(portable):
-    """The command follows the container words of the site and uses the container's Python. The
-    host's PYTHONPATH is replaced, and keepers of the ranks run on the host.
+    """The command of a rank begins with the container command of the site, and uses the Python of
+    the container. The host's PYTHONPATH is replaced. The keepers of the ranks run on the host.
     """
     given = {"container": SINGULARITY, "environment": {"PYTHONPATH": "/extra"}}
     site = with_slurm(FRONTIER, broadcast=None, **given)

@@ -1,4 +1,4 @@
-"""Decisions of the supervisor of a Slurm job, tested without a Slurm."""
+"""Decisions of the supervisor of a Slurm job, tested with replaced Slurm commands."""
 
 import dataclasses
 import errno
@@ -30,7 +30,7 @@ from tests.cluster.jobs import standin
 
 @pytest.fixture
 def supervisor(tmp_path, monkeypatch):
-    """A supervisor whose trainer has taken two steps, in an allocation whose nodes answer."""
+    """A supervisor whose job has taken two training steps. All nodes of its allocation answer."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\n")
@@ -51,8 +51,8 @@ STOPPED = AttemptOutcome(0, "stopped on request at step 2")
 
 
 def happen(supervisor, *events):
-    """Simulates events: a person or the scheduler requests a stop, or the trainer takes the request
-    or stops.
+    """Simulates events in order. "person" and "scheduler" request a stop, "taken" is the trainer's
+    acceptance of the request, and any other event is the trainer's stop.
     """
     for event in events:
         if event == "person":
@@ -80,7 +80,9 @@ def happen(supervisor, *events):
     ],
 )
 def test_origin_of_stop_request_decides_about_requeue(supervisor, outcome, events, fate, reason):
-    """Steps lost after the last checkpoint do not change the decision."""
+    """The decision about a requeue does not depend on steps after the last checkpoint, which are
+    lost.
+    """
     happen(supervisor, *events.split())
     judged = supervisor.decide(outcome)
     assert (judged.fate, judged.reason) == (fate or outcome.fate, reason.format(outcome.reason))
@@ -89,7 +91,9 @@ def test_origin_of_stop_request_decides_about_requeue(supervisor, outcome, event
 
 
 def test_users_stop_request_survives_a_slurm_requeue(supervisor):
-    """A request of the scheduler does not survive."""
+    """A requeue by Slurm keeps a stop request of the user, but removes a stop request of the
+    scheduler.
+    """
     happen(supervisor, "scheduler")
     assert take_over(supervisor.run_dir, supervisor.job) == 2
     assert read_asked(supervisor.run_dir, "stop") is None
@@ -111,7 +115,9 @@ def test_stop_request_is_retried_until_written(supervisor, monkeypatch, code):
 
 @pytest.mark.parametrize(("max_restarts", "fate"), [(2, "requeue"), (0, "end")])
 def test_transient_disk_error_requeues_the_job(supervisor, max_restarts, fate):
-    """The job has taken steps. Without restarts left, or on a full disk, the run ends."""
+    """The job has taken steps, so it is requeued. If no restarts are left, or the disk is full, the
+    run ends instead.
+    """
     supervisor.spec = supervisor.spec.replace(max_restarts=max_restarts)
     outcome = supervisor.after_error(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     assert (outcome.fate, outcome.rc) == (fate, 1)
@@ -128,7 +134,9 @@ def test_disk_or_slurm_error_is_in_the_exit_report(supervisor, monkeypatch, trou
 
 @pytest.mark.parametrize("fate", ["end", "restart", "requeue", "taken"])
 def test_supervisor_of_older_attempt_changes_nothing(supervisor, monkeypatch, fate):
-    """A node that was disconnected and returns must not requeue or submit the job again."""
+    """The supervisor runs on a node that was disconnected and has returned. The supervisor must
+    neither requeue the job nor submit the job again.
+    """
     outcome = dataclasses.replace(LOST, fate=fate)
     for name in ("begin_elsewhere", "requeue_this", "begin_attempt"):
         monkeypatch.setattr(module, name, Mock(side_effect=AssertionError(name)))
@@ -150,7 +158,7 @@ def test_stale_attempt_is_neither_ended_nor_requeued(supervisor, monkeypatch):
 
 
 def test_failed_restart_requeues_the_job(supervisor, monkeypatch):
-    """The restart fails with ESTALE, and the job has taken steps."""
+    """The restart fails with ESTALE (stale file handle), after the job has taken steps."""
     requeue = Mock()
     monkeypatch.setattr(module, "requeue_this", requeue)
     monkeypatch.setattr(supervisor, "run_ranks", lambda: KILLED)
@@ -164,8 +172,8 @@ def test_failed_restart_requeues_the_job(supervisor, monkeypatch):
 
 
 def test_supervisor_waits_while_its_node_is_cut_off(supervisor, monkeypatch):
-    """The node may be disconnected, or the controller unreachable. The wait uses up no restarts. It
-    ends when the nodes answer or a newer attempt has started.
+    """Either the node or Slurm's controller is unreachable. The wait does not count as a restart.
+    The wait ends when the nodes answer, or when a newer attempt has started.
     """
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
@@ -204,8 +212,9 @@ def test_job_being_preempted_reads_as_preempted(monkeypatch, state):
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_sigterm_from_srun_is_no_stop_request(supervisor, monkeypatch, has_failed):
-    """srun sends SIGTERM to ranks whose peer has failed. Their keeper cannot distinguish it from a
-    SIGTERM of the scheduler.
+    """After a rank has failed, srun sends SIGTERM to the other ranks. The keepers of these ranks
+    cannot distinguish it from a SIGTERM of the scheduler, so the supervisor checks for a recorded
+    failure.
     """
     monkeypatch.setattr(module, "native_state", lambda job: "RUNNING")
     failures_of(supervisor.run_dir, 1).mkdir(parents=True)
@@ -217,7 +226,9 @@ def test_sigterm_from_srun_is_no_stop_request(supervisor, monkeypatch, has_faile
 
 
 def test_first_failure_ignores_node_clocks(supervisor):
-    """The clock of node3 is behind, so its rank seems to have failed first."""
+    """The clock of node3 is slow. The failure of the rank on node3 therefore has an earlier time
+    than the failure on node2, although the rank on node3 failed later.
+    """
     folder = failures_of(supervisor.run_dir, 1)
     folder.mkdir(parents=True)
     for rank, node, by_node_s, written_s in ((3, "node2", 500.0, 100), (1, "node3", 1.0, 101)):

@@ -1,4 +1,4 @@
-"""Links and cores that the kernel throttles: what `kit status --why` names as slow."""
+"""`kit status --why` names the slow part when the kernel throttles a network link or a core."""
 
 import json
 import time
@@ -15,13 +15,13 @@ from tests.support.waiting import eventually, processes
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 NODES, STEPS = [f"node{number}" for number in range(1, 5)], 24
 NORMAL, SLOW = 400, 80
-"""Megabits per second of a node's link: in the reference run, and throttled."""
+"""Bandwidth of a node's link in megabits per second: in the reference run, and when throttled."""
 
 
 @pytest.fixture
 def train(sandbox, site: Site, tiny_dataset, tmp_path):
-    """A function that trains on two nodes of one rank. Returns the run with its steps after the
-    slowdown began.
+    """Returns a function that trains on two nodes with one rank each. The function returns the run,
+    reduced to the steps around and after the start of the slowdown.
     """
     recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=10_000, learning_rate=1e-3)
     own = site.replace(devices_per_node=1)
@@ -43,8 +43,9 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
         return newest(launched)
 
     def newest(run: Run) -> Run:
-        """Returns the run with its newest steps only: the steps after the slowdown began, and five
-        steps before that `compare_speed` leaves out.
+        """Removes old steps from a run and returns the run. The last STEPS steps, which follow the
+        start of the slowdown, and five steps before them are kept. `compare_speed` ignores the
+        first five steps.
         """
         file = run.directory / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()][-STEPS - 5 :]
@@ -70,7 +71,9 @@ def assert_named(
 
 
 def test_throttled_core_is_named_in_the_verdict(train, capsys) -> None:
-    """Throttled: the core of rank 1, for which rank 0 waits, then of rank 0, then of both ranks."""
+    """Throttled one after the other: the core of rank 1, for which rank 0 then waits, the core of
+    rank 0, and both cores.
+    """
     site, found = as_it_runs(train("normal")), {}
     normal = compare_speed(train("again", site))
     for ranks, part in (((1,), WAITS), ((0,), PASSES), ((0, 1), PASSES)):
@@ -85,7 +88,9 @@ def test_throttled_core_is_named_in_the_verdict(train, capsys) -> None:
 
 
 def test_throttled_link_is_named_in_the_verdict(train, sandbox, capsys) -> None:
-    """Links that are slow from the start of the job, and links that become slow later."""
+    """In one run the links are slow from the start of the job. In another run the links become slow
+    later.
+    """
     with slow_links(sandbox, NODES, NORMAL):
         site = as_it_runs(train("normal"))
         normal = compare_speed(train("again", site))

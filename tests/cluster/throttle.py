@@ -1,4 +1,6 @@
-"""Network links and CPU cores of a sandbox that the kernel slows down. Needs root."""
+"""Slow network links and CPU cores of simulated nodes, made by limits of the Linux kernel. Needs
+root.
+"""
 
 import contextlib
 import json
@@ -26,14 +28,18 @@ SPEC = ModelSpec.llama(
     sequence_length=128,
 )
 PLAN = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=4)
-"""A step has enough work to show a slow core, and 13 MB of gradients to show a slow link."""
+"""Plan of the slowed runs. A step has enough work to show a slow core, and sends 13 MB of
+gradients, enough to show a slow link.
+"""
 CPU = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 20_000
 
 
 @contextlib.contextmanager
 def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Iterator[None]:
-    """Limits the outgoing bandwidth of each node by a token bucket (tc-tbf)."""
+    """Limits the outgoing bandwidth of each node by a token bucket (tc-tbf) until the
+    context ends.
+    """
     if not sandbox.isolated:
         pytest.skip("the nodes have no network of their own: that needs root")
     at = [["tc", "-n", f"{sandbox.tag}-{node}", "qdisc"] for node in nodes]
@@ -49,7 +55,9 @@ def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Itera
 
 @contextlib.contextmanager
 def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
-    """Limits each process to a share of one core (cgroup v1: cpu.cfs_quota_us)."""
+    """Limits each process to a share of one core (cgroup v1: cpu.cfs_quota_us) until the context
+    ends.
+    """
     if not (CPU / "cpu.cfs_quota_us").exists() and not (CPU / "cgroup.procs").exists():
         pytest.skip("there is no cgroup v1 for CPU time here")
     groups = [CPU / f"kit-{name}-{pid}" for pid in pids]
@@ -65,18 +73,18 @@ def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
         yield
     finally:
         for group in groups:
-            with contextlib.suppress(OSError):  # a process that has ended
+            with contextlib.suppress(OSError):  # The process may have ended.
                 for pid in (group / "cgroup.procs").read_text().split():
                     (CPU / "cgroup.procs").write_text(pid)
                 group.rmdir()
 
 
 def as_it_runs(run: Run) -> Site:
-    """Returns a run's site with the rates for which the run's steps take the predicted time.
+    """Returns the run's site with rates that were fitted to the measured step time of the run.
 
-    The rate of matrix products is fitted to the time in which rank 0 did not wait, and the network
-    bandwidth to its waits. The peak is the measurement of the node check. On a busy machine, steps
-    stay far below the peak.
+    The rate of matrix products is fitted to the time in which rank 0 did not wait. The network
+    bandwidth is fitted to the waits of rank 0. The peak is the rate that the node check measured.
+    On a busy machine, training steps stay far below this peak.
     """
     nodes = json.loads((run.directory / "node_check.json").read_text())["nodes"]
     steps, measured = run.metrics(), max(node["matmul_flops_per_s"] for node in nodes)

@@ -43,7 +43,7 @@ engine=deepspeed tensor_parallel=2 sequence_parallel=true | plan.sequence_parall
 engine=deepspeed precision=bf16 | use zero_stage 1, also with one replica
 engine=deepspeed zero_stage=3 recompute=selective | not with zero_stage 3; use 'full'
 """  # noqa: E501
-"""Fields of a plan, and a part of the error message that refuses the plan."""
+"""Table of invalid plans: fields of a plan, and a part of the error message."""
 TWO_STAGES = "pipeline_parallel=2 virtual_stages=2 global_batch_size=4 schedule="
 
 

@@ -17,8 +17,8 @@ def test_warm_up_is_linear_and_ends_at_the_peak():
 
 
 def test_clamped_cosine_reaches_floor_as_in_hlat():
-    """The schedule is max(floor, cosine), with the cosine over the steps after warm-up. The floor
-    is reached at step 397,994.
+    """The learning rate is max(floor, cosine), with the cosine over all steps after warm-up. The
+    floor is reached at step 397,994.
     """
     first = next(step for step in range(390_000, 410_000) if HLAT_7B.learning_rate_at(step) == 3e-5)
     assert first == math.ceil(2000 + 498_000 * math.acos(-0.8) / math.pi)
@@ -26,10 +26,13 @@ def test_clamped_cosine_reaches_floor_as_in_hlat():
 
 
 def test_rescaled_cosine_ends_at_its_floor():
-    """Before its end, the rescaled cosine lies above the clamped one."""
+    """The rescaled cosine reaches its floor only at its end. Before the end, it lies above the
+    clamped cosine.
+    """
     rescaled = HLAT_7B.replace(cosine_floor="rescaled")
     assert rescaled.learning_rate_at(500_000) == pytest.approx(3e-5)
-    # HLAT's 1.8T tokens are 429,153 steps: a rescaled cosine would still be at 4.3e-5 there.
+    # HLAT's 1.8T tokens are 429,153 steps. At this step, a rescaled cosine would still be at
+    # 4.3e-5.
     assert rescaled.learning_rate_at(429_153) == pytest.approx(4.33e-5, rel=0.01)
     assert HLAT_7B.learning_rate_at(429_153) == 3e-5
 
@@ -69,8 +72,8 @@ def test_schedule_without_warm_up_starts_at_the_peak(schedule):
 
 
 def test_wsd_schedule_is_stable_then_linear():
-    """The schedule is torchtitan 0.3's `linear_warmup_stable_decay`, except for the position of
-    step 1 in warm-up. The schedule "constant" has no decay.
+    """The schedule equals `linear_warmup_stable_decay` of torchtitan 0.3, except for the position
+    of step 1 in the warm-up. The schedule "constant" has no decay.
     """
     rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 100}
     recipe = Recipe(data="x", num_steps=1000, **rates, schedule="wsd", decay_share=0.2)

@@ -1,4 +1,6 @@
-"""Field documentation of records in `help` and in notebooks, and errors that name a field."""
+"""Field documentation of records, in `help` and in notebooks, and error messages that name
+a field.
+"""
 
 import copy
 import dataclasses
@@ -42,7 +44,9 @@ def test_help_describes_every_field(record: type[Record]):
 
 
 def test_import_builds_no_field_docstrings():
-    """If the import built field docstrings, it would fail here."""
+    """The test removes the function that builds field docstrings, so an import that called it would
+    fail.
+    """
     code = "from cluster import field_docs; field_docs._told = None; import kit, kit.cli.app"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -66,7 +70,9 @@ def test_mistyped_field_error_suggests_closest_name():
 
 
 def test_suggestion_keeps_the_numbers_of_a_name():
-    """A name with another size or machine is a different name, not a misspelling."""
+    """A name with another number is the name of another size or machine, not a misspelling. Such a
+    name is not suggested.
+    """
     for name, known in (("llama4", "llama"), ("dgx-a100", "dgx-h100"), ("llama3-70b", "llama3-8b")):
         assert suggestion(name, [known]) == f"Allowed: {known}."
     for name, known in (("bf61", "bf16"), ("gpt22b", "gpt-22b"), ("frontir", "frontier")):

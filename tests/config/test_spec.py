@@ -11,7 +11,8 @@ from kit.config.spec import PRESETS, FlopBasis, ModelSpec, RopeScaling
 from kit.errors import ConfigError
 from kit.model import Decoder, build_decoder
 
-# Sources: published configurations (HLAT, Llama 3), checkpoint (GPT-2 XL), model names (GPTs).
+# Numbers of parameters. Sources: published configurations (HLAT, Llama 3), a checkpoint (GPT-2 XL),
+# model names (GPTs).
 PARAMS = {
     "hlat-7b": 6_738_415_616,
     "hlat-70b": 68_976_648_192,
@@ -43,7 +44,9 @@ def test_parameter_counts_equal_torch(name):
 
 @pytest.mark.parametrize("name", ["demo", "gpt2-xl", "llama3-8b"])
 def test_model_flops_equal_torch_counter(name):
-    """Forward FLOPs on the meta device, where torch counts the full attention map, times 3."""
+    """Torch counts the FLOPs of a forward pass on the meta device, including the full attention
+    matrix. The model FLOPs are three times this number.
+    """
     spec = ModelSpec.preset(name).replace(num_layers=2)
     with torch.device("meta"):
         decoder = Decoder(spec)
@@ -55,8 +58,8 @@ def test_model_flops_equal_torch_counter(name):
 
 
 def test_hlat_flops_equal_the_published_formula():
-    """TFLOP per sequence of 4,096 tokens, by the formula of Neuron's training library, for both
-    models.
+    """The expected values are TFLOP per sequence of 4,096 tokens, from the formula of Neuron's
+    training library, for HLAT's 7B and 70B models.
     """
     for name, tera in (("hlat-7b", 192.29), ("hlat-70b", 1828.63)):
         spec = ModelSpec.preset(name)
@@ -65,19 +68,22 @@ def test_hlat_flops_equal_the_published_formula():
 
 
 def test_megatron_flop_counts_agree_for_gpt_175b():
-    """Megatron-LM's formula equals the model FLOPs. Its formula with recomputation equals the
-    hardware FLOPs with full recomputation.
+    """Megatron-LM's formula equals our model FLOPs. Megatron-LM's formula with recomputation equals
+    our hardware FLOPs with full recomputation.
     """
     spec = ModelSpec.preset("gpt-175b")
     ours = spec.flops_per_token()
     assert spec.flops_per_token(FlopBasis.MEGATRON) == pytest.approx(ours, rel=1e-3)
-    # One more forward pass of the blocks (1/3). Both conventions leave out the output projection.
+    # Recomputation adds one forward pass of the blocks (1/3). Both formulas leave out recomputation
+    # of the output projection.
     again = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
     assert again == pytest.approx(spec.hardware_flops_per_token("full", whole=True), rel=1e-3)
 
 
 def test_six_n_gives_frontiers_cost_of_gpt_1t():
-    """The paper's 120 million exaFLOP for 20 trillion tokens are 6 N D."""
+    """The paper gives 120 million exaFLOP for 20 trillion tokens. This equals 6 N D, with N
+    parameters and D tokens.
+    """
     spec = ModelSpec.preset("gpt-1t")
     assert spec.flops_per_token(FlopBasis.SIX_N) * 20e12 / 1e18 == pytest.approx(120e6, rel=0.01)
 
@@ -87,8 +93,8 @@ def test_six_n_gives_frontiers_cost_of_gpt_1t():
 )
 @pytest.mark.parametrize("spec", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_hardware_flops_equal_torch_counter(spec, recompute, layers):
-    """Attention uses the math kernel, whose operators torch counts in both passes. Blocks are not
-    compiled.
+    """Attention uses torch's math kernel, whose operators torch counts in both passes. Blocks are
+    not compiled.
     """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         decoder = Decoder(spec, recompute=recompute, recompute_layers=layers)
@@ -102,7 +108,9 @@ def test_hardware_flops_equal_torch_counter(spec, recompute, layers):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_blocks_are_recomputed_whole():
-    """The graphs of a block run 6 products forward, 6 again for recomputation, and 12 backward."""
+    """The graphs of a block run 6 matrix products in the forward pass, 6 again for recomputation,
+    and 12 in the backward pass.
+    """
     ran, products = [], ("aten.mm.default", "aten.addmm.default")
 
     def counted(graph, _):
@@ -111,7 +119,7 @@ def test_compiled_blocks_are_recomputed_whole():
             ran.extend(node for node in graph.graph.nodes if str(node.target) in products)
             return found
 
-        run._boxed_call = True  # takes its inputs as one list
+        run._boxed_call = True  # The compiled function takes its inputs as one list.
         return run
 
     spec = GPT.replace(num_layers=2)
@@ -152,7 +160,9 @@ def test_invalid_spec_values_are_named_by_path(change, message):
     ],
 )
 def test_unknown_preset_suggests_preset_of_its_size(name, advice):
-    """If no preset has the size, the error says so."""
+    """The suggested preset has the size in the unknown name. If no preset has this size, the error
+    says so.
+    """
     with pytest.raises(ConfigError, match=re.escape(advice)):
         ModelSpec.preset(name)
 

@@ -1,5 +1,5 @@
-"""The stand-in for NxD, on the path as if it were installed. Worker processes import the
-stand-in.
+"""Puts a simulated NxD (folder `standin`) on sys.path, as if it were installed. Worker processes
+import the simulated NxD.
 """
 
 import os
@@ -18,7 +18,9 @@ VERSIONS = {
 
 
 def install(folder: Path, versions: dict[str, str]) -> Path:
-    """Makes distributions of these names and versions in a folder, without code, and returns it."""
+    """Creates metadata of distributions without code in a folder, with these names and versions.
+    Returns the folder.
+    """
     folder.mkdir(exist_ok=True)
     for name, version in versions.items():
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -29,7 +31,7 @@ def install(folder: Path, versions: dict[str, str]) -> Path:
 
 @pytest.fixture
 def standin(tmp_path_factory, monkeypatch) -> Iterator[str]:
-    """Installs the stand-in, and yields the PYTHONPATH with which processes find it."""
+    """Installs the simulated NxD. Yields the PYTHONPATH with which other processes find it."""
     folder = install(tmp_path_factory.mktemp("installed"), VERSIONS)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.syspath_prepend(str(STANDIN))

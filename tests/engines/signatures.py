@@ -1,4 +1,6 @@
-"""Calls of the stand-in for NxD, checked against signatures recorded from the real package."""
+"""Checks calls of the simulated NxD against function signatures that were recorded from the real
+NxD.
+"""
 
 import functools
 import inspect
@@ -11,7 +13,7 @@ CALLS: list[tuple[str, dict]] = []
 
 @functools.cache
 def versions() -> dict[str, dict[str, inspect.Signature]]:
-    """Returns the recorded signatures by version and name."""
+    """Returns the recorded signatures as a dict: NxD version, then function name."""
     return {
         version: {
             name: signature(parameters) for name, parameters in recorded["signatures"].items()
@@ -21,7 +23,7 @@ def versions() -> dict[str, dict[str, inspect.Signature]]:
 
 
 def signature(parameters: list[list[str]]) -> inspect.Signature:
-    """Returns the signature that rows of (name, kind[, default]) describe."""
+    """Returns a signature object built from rows of (parameter name, kind[, default value])."""
     kinds = {
         "var_positional": inspect.Parameter.VAR_POSITIONAL,
         "var_keyword": inspect.Parameter.VAR_KEYWORD,
@@ -36,7 +38,9 @@ def signature(parameters: list[list[str]]) -> inspect.Signature:
 
 
 def check(name: str, arguments: dict) -> None:
-    """Records a call and raises TypeError if a version of the real package would not take it."""
+    """Records a call of the simulated NxD. Raises TypeError if a recorded version of the real NxD
+    does not accept the arguments.
+    """
     for version, signatures in versions().items():
         try:
             signatures[name].bind(**arguments)
@@ -46,7 +50,9 @@ def check(name: str, arguments: dict) -> None:
 
 
 def recorded(module: str):
-    """Returns a decorator: arguments by keyword only, checked and recorded."""
+    """Returns a decorator for functions of the simulated NxD. Decorated functions accept only
+    keyword arguments, which are checked and recorded.
+    """
 
     def decorate(function):
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The device on which a rank computes, given the GPUs that torch sees and the site."""
+"""Choice of the device on which a rank computes, from the GPUs that torch sees and the site."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,9 @@ def _plan(ranks: int) -> Plan:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Returns a function that gives this machine the passed numbers of GPUs and local ranks."""
+    """Returns a function that makes this machine seem to have the given numbers of GPUs and local
+    ranks.
+    """
 
     def become(gpus: int, ranks: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -45,8 +47,9 @@ def test_doctor_reports_torch_gpus_and_nccl(machine, monkeypatch, capsys):
 
 
 def test_doctor_reports_matmul_and_all_reduce_rates(monkeypatch):
-    """Ranks use the GPUs of the machine. One GPU has no all-reduce to measure. A failure is
-    reported with the last line of its error and with the advice to set NCCL_DEBUG.
+    """The ranks of the measurement use the GPUs of the machine. With one GPU, no all-reduce is
+    measured. A failed measurement is reported with the last line of its error and the advice to set
+    NCCL_DEBUG.
     """
     node = {"nodes": [{"matmul_flops_per_s": 7e14}], "dtype": "bf16"}
     for gpus, sent in ((1, None), (8, 2e11)):

@@ -1,5 +1,5 @@
-"""Graphs, kernels and library calls that torch generates for an H100 and the native engine, without
-a GPU: see `tests/engines/fake_gpu`.
+"""Graphs, kernels and library calls that torch generates for the native engine on an H100, checked
+without a GPU. tests/engines/fake_gpu simulates the H100.
 """
 
 import importlib.util
@@ -20,11 +20,15 @@ from tests.support.environments import ROOT
 HERE = Path(__file__).parent / "fake_gpu"
 SITE = Path(torch.__file__).parents[1]
 HEADERS = sorted(SITE.glob("nvidia/**/driver_types.h"))
-"""The declaration of `cudaDeviceProp` that torch was built with, from NVIDIA's runtime package."""
+"""Header files of NVIDIA's runtime package that declare `cudaDeviceProp`, as used in the build of
+torch.
+"""
 
 
 def why_not() -> str:
-    """Returns the reason why the simulated GPU cannot be used here, or an empty string."""
+    """Returns the reason why the simulated GPU cannot be used on this machine, or an empty
+    string.
+    """
     if torch.version.cuda is None:
         return "needs a CUDA build of torch: make test-torch TORCH=2.11.0"
     if torch.cuda.is_available():
@@ -44,11 +48,12 @@ THREE_LAYERS = {"num_layers": 3}
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The driver library that is loaded before torch. The stand-in for `libcuda.so.1` in torch is
-    not loaded if a library of this name is loaded already.
+    """Path of the simulated CUDA driver library, which is loaded before torch. Torch then does not
+    load its own `libcuda.so.1`, because a library of this name is loaded already.
     """
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    includes = [HEADERS[0].parent, SITE / "triton/backends/nvidia/include"]  # the latter has crt/
+    # Triton's include folder contains crt/, which the first folder lacks.
+    includes = [HEADERS[0].parent, SITE / "triton/backends/nvidia/include"]
     command = ["gcc", "-w", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
     command += [f"-I{folder}" for folder in includes]
     subprocess.run([*command, HERE / "driver.c", "-o", library], check=True)
@@ -56,7 +61,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_on_fake_gpu(driver: Path, plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns what three training steps compile and call on the simulated GPU."""
+    """Runs three training steps on the simulated GPU. Returns the kernels that the steps compile,
+    and the library functions that they call.
+    """
     command = [sys.executable, "-m", "tests.engines.fake_gpu.step"]
     command += [plan.to_json(), json.dumps(changes)]
     environment = os.environ | {"LD_PRELOAD": str(driver), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -66,7 +73,9 @@ def steps_on_fake_gpu(driver: Path, plan: Plan, changes: dict[str, Any]) -> dict
 
 
 def assert_clean(found: dict[str, Any]) -> None:
-    """Fails for a graph break, and for a tensor on another device than its operator."""
+    """Fails if a graph was broken into parts, or if an operator received tensors on different
+    devices.
+    """
     assert found["graph_breaks"] == {}
     assert found["mixed_devices"] == {}
     assert (found["state_on"], found["result_on"]) == (["cuda:0"], "cpu")
@@ -76,9 +85,9 @@ def assert_clean(found: dict[str, Any]) -> None:
     ("recompute", "backward_triton"), [("none", 9), ("selective", 12)], ids=["none", "selective"]
 )
 def test_h100_block_calls_few_kernels(driver: Path, recompute: Any, backward_triton: int) -> None:
-    """There is one graph per direction for all blocks and steps. RMSNorm is fused with the
-    residual, and SiLU with the product. RoPE is fused too. Attention calls cuDNN. No expensive
-    operation is repeated.
+    """All blocks and steps share one graph for the forward pass and one for the backward pass.
+    RMSNorm is fused with the residual addition, and SiLU with the multiplication. RoPE is fused
+    too. Attention calls cuDNN. No expensive operation is repeated.
     """
     plan = Plan(**GPU, global_batch_size=8, recompute=recompute)
     found = steps_on_fake_gpu(driver, plan, THREE_LAYERS)
@@ -99,8 +108,8 @@ PRODUCTS = {"forward": 7, "backward": 14}
 
 
 def test_h100_zero_3_compiles_blocks_once(driver: Path) -> None:
-    """The gathers of fully_shard are outside the graphs, and recomputation calls the forward graph
-    again.
+    """The all-gathers of `fully_shard` are outside the compiled graphs. Recomputation calls the
+    graph of the forward pass again.
     """
     plan = Plan(**GPU, data_parallel=8, zero_stage=3, recompute="full", global_batch_size=64)
     found = steps_on_fake_gpu(driver, plan, THREE_LAYERS)
@@ -113,8 +122,8 @@ def test_h100_zero_3_compiles_blocks_once(driver: Path) -> None:
 
 
 def test_h100_tensor_parallel_compiles_blocks_once(driver: Path) -> None:
-    """Each direction of a block gathers twice and scatters twice, before and after attention and
-    feed-forward block. Megatron-LM (arXiv 2205.05198, section 4.2.2) has the same number.
+    """In each direction, a block has two all-gathers and two reduce-scatters, before and after
+    attention and feed-forward. Megatron-LM has the same number (arXiv 2205.05198, section 4.2.2).
     """
     plan = Plan(**GPU, tensor_parallel=8, sequence_parallel=True, global_batch_size=8)
     found = steps_on_fake_gpu(driver, plan, THREE_LAYERS)

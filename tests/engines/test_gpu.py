@@ -1,5 +1,5 @@
-"""Kernels that the kit chooses for a GPU. The tests run on a CPU: they check the choice, not the
-kernels.
+"""Choice of kernels for a GPU. The tests run on a CPU, so they check which kernels are chosen, but
+do not run the kernels.
 """
 
 import pytest
@@ -19,7 +19,9 @@ def test_tf32_is_allowed_for_bf16_on_nvidia_gpus_only(hip, precision, is_tf32):
 
 
 def test_chosen_kernels_reports_flash_attention_on_cpu(llama_spec):
-    """Torch reports its attention kernel on the CPU too, also for grouped heads."""
+    """Torch reports the chosen attention kernel on the CPU too, also for models with grouped
+    key/value heads.
+    """
     for tensor_parallel in (1, 2):
         plan = Plan(tensor_parallel=tensor_parallel)
         found = gpu.chosen_kernels(llama_spec, plan, torch.device("cpu"))
@@ -27,8 +29,8 @@ def test_chosen_kernels_reports_flash_attention_on_cpu(llama_spec):
 
 
 def rounds_factors(hip: str | None, precision: str) -> bool:
-    """Returns whether TF32 is allowed after the choice of kernels, in a process whose torch claims
-    a build for AMD (`hip` is a version) or NVIDIA (None).
+    """Returns whether TF32 is allowed after the choice of kernels. The process has
+    `torch.version.hip` set to `hip`: a version for AMD, None for NVIDIA.
     """
     torch.version.hip = hip
     gpu.choose_kernels(torch.device("cuda"), Plan.from_dict({"precision": precision}))

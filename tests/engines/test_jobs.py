@@ -1,4 +1,6 @@
-"""Jobs of the papers' plans: their commands, environment, and configuration of the engine."""
+"""Jobs for the plans of the papers: commands, environment variables, and configuration files of the
+engine.
+"""
 
 import json
 import re
@@ -27,8 +29,8 @@ FRONTIER_175B = Plan(
     precision="fp16",
     engine="deepspeed",
 )
-# From github.com/awslabs/HLAT, 7b/ and 70b/, without the two XLA variables, which the kit does not
-# need.
+# Environment variables from github.com/awslabs/HLAT, 7b/ and 70b/. Two XLA variables are left out,
+# because the kit does not need them.
 HLAT = {
     "hlat-7b": {
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
@@ -58,7 +60,9 @@ BOTH = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_hlat_scripts_compile_then_train(name, tmp_path):
-    """Both scripts set the environment of the published recipe."""
+    """The compile script and the training script set the environment variables of the published
+    recipe.
+    """
     run = a_run(tmp_path / "run", name, PLANS[name], "trn1.32xlarge")
     texts = scripts(launcher.job_spec(run), run.site)
     assert list(texts) == ["compile.sh", "submit.sh"], "in this order"
@@ -78,7 +82,7 @@ def test_hlat_scripts_compile_then_train(name, tmp_path):
 
 
 def test_frontier_script_starts_one_rank_per_gpu(tmp_path):
-    """Each rank runs DeepSpeed, which finds its rank in RANK and LOCAL_RANK."""
+    """Each rank runs DeepSpeed, which reads the rank's number from RANK and LOCAL_RANK."""
     run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
     text = render(launcher.job_spec(run), run.site)
     for part in (
@@ -92,8 +96,8 @@ def test_frontier_script_starts_one_rank_per_gpu(tmp_path):
 
 
 def test_submit_writes_deepspeed_configuration(tmp_path, monkeypatch):
-    """The layout of the 175B run is the layout of the authors' launch scripts. A later submission
-    with another engine removes the files.
+    """The 175B run has the layout of the authors' launch scripts. A later submission with another
+    engine removes DeepSpeed's configuration files.
     """
 
     def submit(prepared):

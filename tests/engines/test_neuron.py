@@ -1,7 +1,7 @@
-"""The Neuron engine on a stand-in for NxD: its calls of NxD, their order, and training results
-equal to the native engine's.
+"""The Neuron engine on a simulated NxD (folder `standin`): which functions of NxD are called in
+which order, and that training results equal those of the native engine.
 
-Only tests marked `neuron` run NxD itself, on a Trainium host.
+Only tests marked `neuron` run the real NxD, on a Trainium host.
 """
 
 import importlib
@@ -74,7 +74,9 @@ def neuron_plan(changes: dict) -> Plan:
 
 @pytest.fixture
 def small_spec(llama_spec) -> ModelSpec:
-    """A tiny Llama of two layers with two query heads for each key/value head, as in HLAT's 70B."""
+    """A tiny Llama model of two layers, with two query heads for each key/value head, as in HLAT's
+    70B model.
+    """
     return llama_spec.replace(num_layers=2)
 
 
@@ -82,8 +84,8 @@ def small_spec(llama_spec) -> ModelSpec:
 
 
 EACH, SHARED, ONE = 4, 2, 1
-"""Key/value heads for four query heads: as many as in the 7B, grouped as in the 70B, and one that
-tensor ranks copy."""
+"""Numbers of key/value heads for four query heads: four as in the 7B model, two as in the 70B
+model, and one, which is copied to all tensor ranks."""
 EQUAL = {
     **{name: (changes, SHARED, RECIPE) for name, changes in LAYOUTS.items()},
     "one fused matrix": (SP, EACH, RECIPE),
@@ -104,7 +106,9 @@ def test_neuron_engine_equals_native_engine(case, standin, small_spec, native_ru
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(list(LAYOUTS)[2:], list(LAYOUTS)[-1:]))
 def test_bf16_layout_learns_as_one_process(layout, standin, small_spec, one_process):
-    """In fp32 a sum over ranks that is lost because dtypes differ would not show."""
+    """bf16 is tested, because a sum over ranks that is lost due to different dtypes would not show
+    in fp32.
+    """
     plan = neuron_plan({**LAYOUTS[layout], "precision": "bf16"})
     alone = neuron_plan({"precision": "bf16", "zero_stage": plan.zero_stage})
     losses, norms = zip(*run_ranks(plan.num_devices, overfit, small_spec, plan)[0], strict=True)
@@ -115,7 +119,9 @@ def test_bf16_layout_learns_as_one_process(layout, standin, small_spec, one_proc
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_bf16_losses_follow_fp32(stage, standin, small_spec, native_run):
-    """The CPU has no stochastic rounding, which a few steps do not need."""
+    """The CPU has no stochastic rounding. A few training steps in bf16 follow fp32 without
+    stochastic rounding.
+    """
     changes = {"precision": "bf16", "zero_stage": stage, "data_parallel": 2}
     changes["recompute"] = "selective"
     found = compare(changes, "neuron", small_spec, native_run)
@@ -123,8 +129,8 @@ def test_bf16_losses_follow_fp32(stage, standin, small_spec, native_run):
 
 
 def test_tensor_parallel_4_refuses_copied_heads(standin, small_spec, native_run, monkeypatch):
-    """NxD spreads the tensor ranks over a node, but not the copies of a head. Without the check,
-    heads are paired wrongly and the gradient norm differs.
+    """With four tensor ranks, NxD spreads the tensor ranks over a node, but not the copies of a
+    key/value head. Without the kit's check, heads are paired wrongly and the gradient norm differs.
     """
     changes = {"tensor_parallel": 4, "data_parallel": 2}
     with pytest.raises(ConfigError, match="tensor_parallel: 4 is not allowed with engine 'neuron'"):
@@ -152,7 +158,9 @@ def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> tuple[list[
 
 
 def test_nxd_functions_are_called_in_order(standin, small_spec, tmp_path):
-    """In a pipeline one call takes all micro-batches."""
+    """In a pipeline, one call of `run_train` processes all micro-batches. Otherwise each
+    micro-batch has one call.
+    """
     made = "initialize_parallel_model", "initialize_parallel_optimizer"
     order = ["neuronx_distributed_config", *made, "zero_grad"]
     for changes in ({}, {"pipeline_parallel": 2, "zero_stage": 1}):
@@ -195,7 +203,8 @@ def test_recorded_signatures_match_installed_nxd():
 
 
 @pytest.mark.neuron
-@pytest.mark.timeout(3600)  # a device's graphs are compiled first
+# The time limit is long, because graphs for the device are compiled first.
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(HERE.state != "ok", reason=HERE.reason)
 def test_two_neuron_cores_train_two_steps(tmp_path, spec, recipe):
     recipe = recipe.replace(num_steps=2, warmup_steps=0, checkpoint_every=2)
@@ -216,8 +225,8 @@ SAVED = STEPS // 2
 
 
 def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    """Trains half of the steps, saves, and returns (loss, gradient norm) of each of the other
-    steps.
+    """Trains half of the steps, saves, and trains the other half. Returns (loss, gradient norm) of
+    each step of the second half.
     """
     engine = build(spec, plan)
     checkpoints = nxd_in(folder, spec, engine)
@@ -227,7 +236,7 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
     checkpoints.save(facts(spec, SAVED, plan))
     if torch.distributed.get_rank() == 0:
         assert Checkpoints(folder).steps() == [], "it counts before its files are whole"
-    # The stand-in writes the files when the save is completed.
+    # The simulated NxD writes the files only when the save is completed, after these steps.
     rest = [engine.train_step(samples, 1e-3) for samples in mine[SAVED:]]
     for _ in range(SETTLE_STEPS):
         checkpoints.poll()
@@ -287,8 +296,8 @@ def test_resume_refuses_another_tensor_degree(standin, small_spec, tmp_path):
 )
 def test_import_nxd_restores_the_engines_checkpoint(changes, copies, standin, small_spec, tmp_path):
     """The engine splits and orders heads by its own rules. `kit.interop.weights.neuron`, which
-    joins the shards, shares no code with the engine. Without copies query, key and value are one
-    matrix.
+    joins the shards, shares no code with the engine. Without copied heads, the weights of query,
+    key and value are one matrix.
     """
     spec = small_spec.replace(**{"num_heads": 8} if copies else {"num_kv_heads": EACH})
     plan = neuron_plan(changes)
@@ -315,15 +324,15 @@ NEEDED = needed_environment(neuron_plan({}))
 
 @pytest.fixture
 def short_run(standin, spec, recipe, tmp_path) -> kit.Run:
-    """A run of four steps with two checkpoints."""
+    """A finished run of four steps with two checkpoints, trained with the simulated NxD."""
     recipe = recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0)
     recipe = recipe.replace(validation_every=4, validation_sequences=8)
     return local_run(tmp_path / "run", spec.replace(num_layers=2), neuron_plan({}), recipe)
 
 
 def test_compile_phase_leaves_run_directory_unchanged(short_run):
-    """The run that follows trains, saves and resumes. Its checkpoints hold NxD's files, which
-    `CheckpointTensors` refuses.
+    """After the compile phase, the run trains, saves and resumes. Its checkpoints hold files in
+    NxD's format, which `CheckpointTensors` refuses.
     """
 
     def files() -> dict[Path, bytes]:
@@ -346,7 +355,7 @@ def test_compile_phase_leaves_run_directory_unchanged(short_run):
 
 
 def test_run_with_wrong_rounding_does_not_start(short_run):
-    """The job's variable for stochastic rounding does not fit the precision of the plan."""
+    """The environment variable for stochastic rounding contradicts the plan's precision."""
     attempt = Attempt(short_run, **NEEDED | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"})
     assert attempt.wait() == [os.EX_CONFIG] and "Traceback" not in attempt.log()
     assert "ConfigError: plan.precision" in attempt.log()

@@ -1,4 +1,6 @@
-"""The probe of NxD distinguishes missing, placeholder, wrong, broken and working packages."""
+"""Check of the NxD installation: it distinguishes missing, placeholder, wrong, broken and working
+packages.
+"""
 
 import json
 import os
@@ -22,7 +24,7 @@ NEURON = Plan(engine="neuron", precision="bf16")
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Returns a function that installs distributions and modules (name: source) for this
+    """Returns a function that installs distributions and modules (name: source text) for this
     process.
     """
 
@@ -103,7 +105,9 @@ def test_probe_reports_why_nxd_is_unusable(installed, found):
 
 
 def test_rank_reports_broken_nxd_without_traceback(installed, spec, recipe, tmp_path):
-    """Ranks may run in another environment than the notebook that launched the job."""
+    """The environment of the ranks may differ from the environment of the notebook that launched
+    the job.
+    """
     raising = 'raise RuntimeError("operator torch_xla::op does not exist")'
     installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
     run = local_run(tmp_path / "run", spec, NEURON, recipe)
@@ -122,7 +126,9 @@ def test_doctor_reports_placeholder_nxd(installed, monkeypatch):
 
 
 def test_doctor_reports_missing_neuron_device(standin, monkeypatch):
-    """The check of `kit doctor` neither succeeds nor fails."""
+    """If the packages work but no Neuron device exists, `kit doctor` reports neither success nor
+    failure.
+    """
     monkeypatch.setattr("kit.engines.neuron.probe.has_device", lambda: False)
     row = doctor._neuron()
     assert row.ok is None and row.found.startswith("0.17.26814, imported; no Neuron device")
@@ -149,7 +155,7 @@ def test_trainium_requirements_pin_exact_versions(name):
 
 NOTEBOOKS = {"anywidget", "matplotlib", "jupyterlab", "ipykernel", "ipywidgets", "nbclient"}
 OF_NEURON = {"torch", "numpy"}
-"""Packages that AWS's packages require in versions of their own."""
+"""Packages that AWS's packages require in fixed versions, which differ from the kit's versions."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""HLAT's recipes as plans: NxD's arguments, the job's environment, and plans, models and sites that
-are refused.
+"""HLAT's recipes as plans: the arguments for NxD, the environment of the job, and plans, models and
+sites that are refused.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ RECIPE = Recipe(data="none", num_steps=10)
 
 @pytest.mark.parametrize(("name", "has_fp32"), [("hlat-7b", False), ("hlat-70b", True)])
 def test_nxd_arguments_set_fp32_weights_with_zero_1(name, has_fp32):
-    """HLAT's 7B is pure bf16 without ZeRO. The 70B has ZeRO 1 with fp32 master weights and fp32
-    gradient accumulation.
+    """HLAT's 7B recipe is pure bf16 without ZeRO. The 70B recipe has ZeRO 1, with fp32 master
+    weights and fp32 gradient accumulation.
     """
     spec, plan = ModelSpec.preset(name), PLANS[name]
     plan.check(spec, {"hlat-7b": 64, "hlat-70b": 256}[name] * 32)
@@ -70,7 +70,7 @@ def test_70b_has_even_stages_and_copied_heads():
 
 
 def a_run(directory: Path, model: str, plan: Plan, site: str) -> kit.Run:
-    """Returns a run whose directory is still empty."""
+    """Returns a prepared run whose directory holds no files yet."""
     spec = ModelSpec.preset(model)
     return kit.Run(directory, spec=spec, plan=plan, recipe=RECIPE, site=Site.load(site))
 
@@ -128,7 +128,7 @@ ROUNDED = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
     ],
 )
 def test_environment_of_another_precision_is_refused(changes, environment, message):
-    """A variable that is not set counts as off."""
+    """An environment variable that is not set means that the setting is off."""
     plan, flags = HLAT_7B.replace(**changes), environment.get("NEURON_CC_FLAGS", "")
     with pytest.raises(ConfigError, match=message):
         check_neuron_environment(plan, environment)
@@ -140,7 +140,9 @@ def test_environment_of_another_precision_is_refused(changes, environment, messa
 
 
 def test_neuron_plan_refuses_gpt_and_uneven_heads(gpt_spec, llama_spec):
-    """Only this engine copies key/value heads."""
+    """The plan refuses GPT models, and numbers of query heads that cannot be divided among the
+    tensor ranks. Only the Neuron engine copies a key/value head to several tensor ranks.
+    """
     plan, eight = Plan(engine="neuron", precision="bf16"), llama_spec.replace(num_heads=8)
     plan.check(llama_spec)
     copying = plan.replace(tensor_parallel=8)
@@ -172,7 +174,9 @@ def test_neuron_plan_refuses_gpt_and_uneven_heads(gpt_spec, llama_spec):
 def test_tensor_parallel_4_limits_heads_and_replicas(
     num_kv_heads, pipeline, data, message, llama_spec
 ):
-    """NxD pairs four tensor ranks correctly only in some layouts. The plan refuses the others."""
+    """With four tensor ranks, NxD pairs the ranks correctly only in some layouts. The plan refuses
+    all other layouts.
+    """
     spec = llama_spec.replace(num_kv_heads=num_kv_heads)
     degrees = {"tensor_parallel": 4, "pipeline_parallel": pipeline, "data_parallel": data}
     plan = Plan.from_dict({"engine": "neuron", **BF16, **degrees, "global_batch_size": data})
@@ -186,8 +190,9 @@ ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
 
 @pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1"])
 def test_tensor_parallel_4_disables_compressed_groups(site):
-    """With NEURON_EXPERIMENTAL_COMPRESS_RG NxD names only its first group and guesses the others.
-    The guess is wrong for four tensor ranks, which are not neighbours.
+    """With NEURON_EXPERIMENTAL_COMPRESS_RG, NxD passes only its first group, and the other groups
+    are assumed to be consecutive ranks. This is wrong for four tensor ranks, which are not
+    consecutive.
     """
     plan = HLAT_70B.replace(tensor_parallel=4, pipeline_parallel=1, data_parallel=8)
     environment = job_environment(plan, Site.load(site))
@@ -202,8 +207,8 @@ def test_tensor_parallel_4_disables_compressed_groups(site):
     ("platform", "allowed"), [("trn1", 4), ("trn1n", 4), ("inf2", 4), ("trn2", 1), ("trn3", 0)]
 )
 def test_platform_limits_copies_of_grouped_heads(platform, allowed):
-    """Each platform allows a number of copies of a key/value head. On Trn3 NxD has no layer for
-    grouped heads.
+    """Each platform allows certain numbers of copies of a key/value head. On Trn3, NxD has no layer
+    for grouped key/value heads.
     """
     grouped, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
     check_platform(HLAT_7B, whole, platform)
@@ -221,7 +226,7 @@ DEEPSPEED = HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=
 
 @pytest.fixture
 def trn3(tmp_path) -> Site:
-    """A user's own site with Trainium 3 devices."""
+    """A site file of a user for a machine with Trainium 3 devices."""
     text = 'base = "trn1.32xlarge"\ndevice.name = "AWS Trainium3, one NeuronCore-v4"\n'
     (tmp_path / "trn3.toml").write_text(text)
     return Site.load(tmp_path / "trn3.toml")
@@ -240,7 +245,7 @@ def trn3(tmp_path) -> Site:
     ],
 )
 def test_plan_launch_and_rehearse_refuse_wrong_device(plan, site, message, trn3, tmp_path):
-    """The engine of the plan cannot train on the devices of the site."""
+    """The devices of the site cannot run the plan's engine."""
     spec = ModelSpec.preset("hlat-70b" if plan is HLAT_70B else "hlat-7b")
     site = trn3 if site == "trn3" else Site.load(site)
     asked = {"spec": spec, "plan": plan, "recipe": RECIPE, "site": site}

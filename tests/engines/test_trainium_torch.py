@@ -1,5 +1,5 @@
-"""The modules of the kit that a Trainium job imports need only torch 2.9. The test suite runs on
-newer releases.
+"""Modules of the kit that a Trainium job imports need only torch 2.9. The other tests run on newer
+torch releases.
 """
 
 import ast
@@ -35,7 +35,9 @@ REFUSED = {
 
 
 def import_anew() -> None:
-    """Imports the modules of OWN again with the names of torch 2.9. Runs in a child process."""
+    """Imports the modules of OWN again, with only the names that torch 2.9 has. Runs in a child
+    process.
+    """
     for name in [name for name in sys.modules if name.split(".")[0] == "kit"]:
         del sys.modules[name]
     refuse_what_it_lacks()
@@ -48,7 +50,7 @@ def test_neuron_engine_imports_with_torch_2_9():
 
 
 def try_lines() -> list[str]:
-    """Returns the error of each line of REFUSED in a module of the kit."""
+    """Runs each line of REFUSED as code of a kit module, and returns the errors."""
     refuse_what_it_lacks()
     said = []
     for line in REFUSED:

@@ -1,11 +1,11 @@
-"""Names that torch 2.9, the release on Trainium hosts, lacks, and signatures of its functions:
-data/trainium_torch.json.
+"""Record of names that torch 2.9 lacks and of signatures of its functions, in
+data/trainium_torch.json. Torch 2.9 is the release on Trainium hosts.
 
-`refuse_what_it_lacks` hides these names from modules of the kit while they are imported. When a
-module of the kit imports another module of torch, make the record again. The command needs the
-environment of `make test-nxd`:
+`refuse_what_it_lacks` hides the missing names from modules of the kit while they are imported. When
+a module of the kit imports a further module of torch, write the record again. This command, which
+needs the environment of `make test-nxd`, writes it:
 
-    build/nxd/bin/python -m tests.engines.trainium_torch .venv/bin/python
+`build/nxd/bin/python -m tests.engines.trainium_torch .venv/bin/python`
 """
 
 import ast
@@ -31,15 +31,16 @@ RECORD = Path(__file__).parent / "data" / "trainium_torch.json"
 
 @functools.cache
 def record() -> dict[str, Any]:
-    """Returns the record: `lacks` by module of torch, operators under "torch.ops", and
-    signatures by function.
+    """Returns the record as a dict. "lacks" maps each torch module to the names that torch 2.9
+    lacks, with operators under "torch.ops". "torch" and "torch_xla" map functions to their
+    signatures.
     """
     return json.loads(RECORD.read_text())
 
 
 @functools.cache
 def lacking() -> frozenset[str]:
-    """Returns the full names that torch 2.9 lacks."""
+    """Returns the full names of the modules, functions and operators that torch 2.9 lacks."""
     lacks = record()["lacks"].items()
     return frozenset(f"{module}.{name}" for module, names in lacks for name in names)
 
@@ -48,13 +49,15 @@ def lacking() -> frozenset[str]:
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
-    """Yields the kit's modules."""
+    """Yields (file, syntax tree) of each module of the kit."""
     for file in sorted((ROOT / "kit").rglob("*.py")):
         yield file, ast.parse(file.read_text())
 
 
 def modules_used() -> list[str]:
-    """Returns the modules of torch that the kit imports, or that it imports names from."""
+    """Returns the names of the torch modules that the kit imports, or from which the kit imports
+    names.
+    """
     found = {"torch"}
     for _, tree in sources():
         for node in ast.walk(tree):
@@ -77,7 +80,9 @@ def is_module(name: str) -> bool:
 
 
 def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """Yields (place, name, call) of each `dist.NAME(...)` in the kit."""
+    """Yields (place, function name, syntax node of the call) for each call `dist.NAME(...)` in the
+    kit.
+    """
     for file, tree in sources():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -90,7 +95,9 @@ def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 class Old(types.ModuleType):
-    """A module of torch as modules of the kit see it: without the names that torch 2.9 lacks."""
+    """A torch module without the names that torch 2.9 lacks. Modules of the kit receive it instead
+    of the real module.
+    """
 
     def __init__(self, name: str, real: types.ModuleType) -> None:
         super().__init__(name)
@@ -105,7 +112,9 @@ class Old(types.ModuleType):
 
 
 def refuse_what_it_lacks() -> None:
-    """Changes imports by modules of the kit in this process: they find only names of torch 2.9."""
+    """Changes imports in this process, so that modules of the kit can import only names that torch
+    2.9 has.
+    """
     real_import, covered = builtins.__import__, record()["lacks"].keys()
 
     def import_old(
@@ -116,7 +125,8 @@ def refuse_what_it_lacks() -> None:
             return real_import(name, globals, locals, fromlist, level)
         if name in lacking():
             raise ModuleNotFoundError(f"torch 2.9 has no module {name}", name=name)
-        for each in fromlist or ():  # Python would search the loaded modules
+        # Python would search the loaded modules, so each name is checked here.
+        for each in fromlist or ():
             if f"{name}.{each}" in lacking():
                 raise ImportError(f"torch 2.9 has no {name}.{each}", name=name)
         assert name in covered, f"{name} is not in {RECORD.name}; {__doc__}"
@@ -131,8 +141,8 @@ def refuse_what_it_lacks() -> None:
 
 
 def inventory(modules: list[str]) -> dict[str, list[str]]:
-    """Returns the names that the installed torch has, by module. The key "torch.ops" has the
-    operators.
+    """Returns a dict from each module to the names that it has in the installed torch. The key
+    "torch.ops" holds the operators.
     """
     found = {}
     for name in filter(is_module, modules):
@@ -145,8 +155,8 @@ def inventory(modules: list[str]) -> dict[str, list[str]]:
 
 
 def signatures(names: set[str]) -> dict[str, list[list[str]]]:
-    """Returns signatures of `torch.distributed` in the format of nxd_signatures.json. Values of
-    defaults are left out.
+    """Returns the signatures of functions of `torch.distributed`, in the format of
+    nxd_signatures.json. The values of defaults are left out.
     """
     return {
         name: [
@@ -154,13 +164,13 @@ def signatures(names: set[str]) -> dict[str, list[list[str]]]:
             for p in inspect.signature(getattr(dist, name)).parameters.values()
         ]
         for name in sorted(names)
-        if inspect.isfunction(getattr(dist, name))  # C++ classes have no signature
+        if inspect.isfunction(getattr(dist, name))  # Functions written in C++ have no signature.
     }
 
 
 def make(newer_python: str) -> dict[str, Any]:
-    """Returns the record. This process has torch 2.9 and Torch-XLA, and `newer_python` has a newer
-    torch.
+    """Returns the record. This process must have torch 2.9 and Torch-XLA. The Python `newer_python`
+    must have a newer torch.
     """
     asked = [newer_python, "-m", "tests.engines.trainium_torch", "inventory"]
     said = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Faults of training, applied to real runs.
+"""Fixtures for faults that are injected into real training runs.
 
 `make faults` uses `--kills 100`.
 """
@@ -17,7 +17,7 @@ from tests.support.workers import local_run
 
 @pytest.fixture(scope="package", autouse=True)
 def results(pytestconfig):
-    """Writes the measured costs of faults after the tests of this folder."""
+    """Writes the measured costs of the faults after all tests of this folder."""
     load = load_average()
     yield
     if ROWS:
@@ -27,7 +27,7 @@ def results(pytestconfig):
 
 @pytest.fixture
 def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
-    """Returns a function that makes a run directory. Keywords change recipe and plan."""
+    """Returns a function that prepares a run directory. Keywords change recipe and plan."""
 
     def prepared(name: str, plan: Plan = DP2, **changes) -> Run:
         return local_run(tmp_path / name, spec, plan, recipe.replace(**changes))
@@ -37,7 +37,7 @@ def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
 
 @pytest.fixture(scope="package")
 def with_checkpoints(tmp_path_factory, spec, recipe) -> Run:
-    """A finished run with checkpoints of steps 10, 20 and 30."""
+    """A finished run with checkpoints of steps 10, 20 and 30, as the reference."""
     short = recipe.replace(num_steps=30, checkpoint_every=10, keep_last=3)
     run = local_run(tmp_path_factory.mktemp("runs") / "run", spec, DP2, short)
     finished(run)

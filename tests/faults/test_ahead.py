@@ -1,5 +1,6 @@
-"""Devices that compute a step while the host launches the next one: metrics are equal, and bad
-steps are handled one step late. The CPU counts as such a device.
+"""Asynchronous devices, which compute a step while the host launches the next step. Metrics equal
+the metrics of a synchronous run, and bad steps are handled one step late. In these tests the CPU is
+treated as an asynchronous device.
 """
 
 import math
@@ -22,7 +23,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
-    """Returns a sabotage that makes the CPU an asynchronous device, and applies other sabotages."""
+    """Returns a fault injector, which each rank calls before training. It makes the trainer treat
+    the CPU as an asynchronous device, and calls the injectors in `then`.
+    """
 
     def sabotage(rank: int) -> None:
         loop.ASYNCHRONOUS_DEVICES = ("cpu",)
@@ -41,7 +44,7 @@ def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def crash(step: int) -> Callable[[int], None]:
-    """Returns a sabotage that makes the launch of a step fail."""
+    """Returns a fault injector that makes the launch of one step raise an exception."""
 
     def failing(trainer: Trainer) -> None:
         if trainer.step + 1 == step:
@@ -55,17 +58,19 @@ SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "validation
 
 @pytest.fixture
 def straight(prepare):
-    """A finished run without asynchronous steps."""
+    """A finished run without asynchronous steps, as the reference."""
     run = prepare("straight", **SETTINGS)
     finished(run)
     return run
 
 
 def test_asynchronous_results_equal_synchronous_results(prepare, straight):
-    """Results are read one step late, except before a validation and a checkpoint."""
+    """The host reads the results of a step one step late. Before a validation and a checkpoint, the
+    host reads the results at once.
+    """
     late = prepare("late", **SETTINGS)
     log = finished(late, 1, ahead()).log()
-    # Results are late, except before a validation and a checkpoint.
+    # The results are one step late, except before a validation and a checkpoint.
     for said in ("launched 6, finished 4", "launched 8, finished 7", "launched 11, finished 10"):
         assert said in log
     assert_same(late, straight)
@@ -89,20 +94,24 @@ def test_killed_asynchronous_run_resumes_identically(prepare, straight):
     ("step", "launched"), [(10, 10), (13, 14)], ids=["at a checkpoint", "between"]
 )
 def test_bad_step_stops_run_before_the_next_checkpoint(prepare, step, launched):
-    """The run stops one step late. At a step with a checkpoint it stops at once."""
+    """The run stops one step after the bad step. At a step with a checkpoint, the run stops at the
+    bad step itself.
+    """
     run = prepare("bad", ALONE, num_steps=30, checkpoint_every=5)
     attempt = Attempt(run, 1, ahead(poison(step, rank=0)))
     assert attempt.wait() == [os.EX_CONFIG]
     said = attempt.log()
     assert f"stopped at step {step}: the gradient norm is nan" in said
     assert f"launched {launched}," in said and f"launched {launched + 1}," not in said
-    told = lines_of(run)  # the step after it is not read
+    told = lines_of(run)  # The metrics do not contain the step after the bad step.
     assert [row["step"] for row in told] == list(range(1, step + 1))
     assert math.isnan(told[-1]["grad_norm"]) and run.checkpoints.steps()[-1] == (step - 1) // 5 * 5
 
 
 def test_roll_back_drops_no_step_after_the_bad_step(prepare):
-    """The roll-back at step 13 drops the three updates after the checkpoint of step 10."""
+    """The roll-back at step 13 drops three updates: those of steps 11, 12 and 13, after the
+    checkpoint of step 10.
+    """
     run = prepare("back", ALONE, num_steps=20, checkpoint_every=10, on_nan="roll_back")
     finished(run, 1, ahead(poison(13, rank=0)))
     assert [row["step"] for row in lines_of(run) if row.get("skipped")] == [13]
@@ -110,7 +119,7 @@ def test_roll_back_drops_no_step_after_the_bad_step(prepare):
 
 
 def torn(step: int) -> Callable[[int], None]:
-    """Returns a sabotage that makes the read of a step's data fail."""
+    """Returns a fault injector that makes the read of one step's data fail."""
 
     def sabotage(_: int) -> None:
         batch = Samples.batch
@@ -127,7 +136,9 @@ def torn(step: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("sabotage", [ahead(crash(8)), torn(8)], ids=["launch", "data read ahead"])
 def test_failed_launch_keeps_rows_of_earlier_steps(prepare, sabotage):
-    """Rows are also kept if the data of a step cannot be read ahead."""
+    """The rows of earlier steps are kept when the launch of a step fails, and when its data cannot
+    be read ahead.
+    """
     run = prepare("failed", ALONE, num_steps=30)
     assert Attempt(run, 1, sabotage).wait() == [1]
     assert [row["step"] for row in lines_of(run)] == list(range(1, 8))
@@ -158,7 +169,8 @@ def test_all_ranks_agree_on_requests_at_the_same_steps(prepare, every_s, steps):
     ask(run.directory, "stop")
     assert attempt.wait() == [0, 0]
     looks = [int(step) for step in re.findall(r"look for stop after step (\d+)", attempt.log())]
-    # The first step may compile, so its time is not used.
+    # Requests are checked after step 1 and step 2, because the first step may compile and its time
+    # is not used. Then they are checked every `steps` steps.
     assert looks == [1, *range(2, looks[-1] + 1, steps)]
     stopped, state = read_taken(run.directory, "stop"), read_state(run.directory)
     assert taken and stopped and run.checkpoints.steps() == [taken.step, stopped.step]

@@ -1,4 +1,4 @@
-"""Ranks that are slow, hang, or run out of memory."""
+"""Ranks that are slow, that hang, or that run out of memory."""
 
 import os
 import re
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def overworked(here: int) -> None:
-    """A sabotage: rank 1 computes 0.2 s longer than rank 0, and both ranks write a heartbeat at
-    each step.
+    """Fault injector: rank 1 computes 0.2 s longer per step than rank 0, and both ranks write a
+    heartbeat after each step. `here` is the rank.
     """
     heartbeat.BEAT_EVERY_S = 0.0
     forward_backward = NativeEngine._forward_backward
@@ -57,13 +57,15 @@ def test_slow_rank_is_found_while_others_wait(prepare):
 
 
 def gathered(here: int) -> None:
-    """A sabotage: two ranks count as many ranks, whose heartbeats rank 0 gathers."""
+    """Fault injector that lowers the limit for many ranks to 1, so that rank 0 gathers the
+    heartbeats of both ranks.
+    """
     heartbeat.MANY, heartbeat.GATHER_EVERY_S = 1, 0.0
 
 
 def test_rank_0_gathers_heartbeats_of_many_ranks(prepare):
-    """Rank 0 writes one file for all ranks, at most every ten seconds. Other ranks write
-    no files.
+    """Rank 0 writes one file with the heartbeats of all ranks, at most every ten seconds. Other
+    ranks write no heartbeat files.
     """
     run = prepare("gathered", num_steps=12)
     finished(run, 1, gathered)
@@ -112,11 +114,11 @@ def test_job_continues_after_all_ranks_are_paused(prepare):
 
 
 def starved(_: int) -> None:
-    """A sabotage: from the third step on this process may use 64 MB more memory than now, and needs
-    gigabytes.
+    """Fault injector: before the third step, the memory of this process is limited to 64 MB above
+    its present use, and the step is made to need gigabytes.
 
-    The need is so large that memory that the process has inherited, and other tests have freed, is
-    too small as well.
+    The need is that large because inherited memory, and memory that other tests have freed, would
+    otherwise be enough.
     """
 
     def limited(trainer: Any) -> None:
@@ -146,7 +148,9 @@ def test_out_of_memory_error_gives_planners_advice(prepare):
 
 
 def test_memory_saving_changes_need_less_memory():
-    """The changes that the error for exhausted memory suggests, with the estimated need of each."""
+    """The changes of the plan are those that the out-of-memory error suggests, each with an
+    estimate of its memory need.
+    """
     spec = ModelSpec.preset("gpt-22b")
     plan = Plan(tensor_parallel=2, data_parallel=4, micro_batch_size=4, global_batch_size=64)
     plan = plan.replace(precision="bf16")

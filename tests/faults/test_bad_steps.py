@@ -1,4 +1,6 @@
-"""Non-finite losses and gradients, and loss spikes: the run stops, skips steps or rolls back."""
+"""Non-finite losses and gradients, and loss spikes. The run stops, skips steps, or rolls back to a
+checkpoint.
+"""
 
 import math
 import os
@@ -22,13 +24,13 @@ pytestmark = pytest.mark.timeout(900)
 
 
 ALONE = kit.Plan(micro_batch_size=8, global_batch_size=8)
-"""Plan of one rank, for the many steps that a spike needs before it. The other faults cover several
-ranks."""
+"""Plan with one rank for spikes, which are found only after many steps. Tests of other faults use
+several ranks."""
 
 
 def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], None]:
-    """Returns a sabotage that sets one rank's gradient of one weight to `value` (NaN or infinite)
-    at one step.
+    """Returns a fault injector that sets the gradient of one weight on one rank to `value` (NaN or
+    infinite) at one step.
     """
 
     def sabotage(here: int) -> None:
@@ -48,8 +50,8 @@ def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], 
 
 
 def garble(*steps: int) -> Callable[[int], None]:
-    """Returns a sabotage that replaces the batches of some steps by random tokens, as in a damaged
-    shard.
+    """Returns a fault injector that replaces the batches of the given steps by random tokens, as
+    from a damaged data file.
     """
 
     def sabotage(_: int) -> None:
@@ -69,8 +71,8 @@ def garble(*steps: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_gradient_stops_before_checkpoint(prepare, value):
-    """The checkpoint that is due at the bad step is not written, and the checkpoint
-    before remains.
+    """The checkpoint that is due at the bad step is not written. The previous checkpoint
+    remains.
     """
     run = prepare("stopped", num_steps=30, checkpoint_every=5)
     attempt = Attempt(run, 1, poison(10, rank=1, value=value))
@@ -101,7 +103,7 @@ SHORT = {"num_steps": 8, "warmup_steps": 2, "checkpoint_every": None, "on_nan": 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, spec, recipe) -> kit.Run:
-    """A run that skips the update of step 4, because of a fault of rank 0."""
+    """A run that skips the update of step 4, because rank 0 had a NaN gradient."""
     folder = tmp_path_factory.mktemp("runs") / "reference"
     run = local_run(folder, spec, LAYOUTS["DP2"], recipe.replace(**SHORT))
     finished(run, 1, poison(4, rank=0))
@@ -114,7 +116,8 @@ def test_bad_update_is_skipped_by_all_ranks(prepare, reference, layout):
     finished(run, 1, poison(4, rank=1))
     rows = lines_of(run)
     assert [row.get("skipped", 0) for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
-    # Without sharding, the metrics have the norm of rank 0, which had no fault.
+    # Without sharding, the metrics have the gradient norm of rank 0, on which no fault was
+    # injected.
     assert layout == "DP2" or not math.isfinite(rows[3]["grad_norm"])
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert run.checkpoints.manifest(8).skipped == 1
@@ -134,8 +137,8 @@ FAULTS = {
 
 @pytest.mark.parametrize(("field", "answer"), FAULTS)
 def test_skip_and_roll_back_resume_bit_identically(prepare, field, answer):
-    """The second run is killed right after the fault. It resumes from a checkpoint before the
-    fault, or after it if the kill comes late. Metrics and manifest record the skipped updates.
+    """The second run is killed after the fault, and resumes from a checkpoint before the fault (or
+    after it, if the kill comes late). Metrics and manifest record the skipped updates.
     """
     is_nan, (sabotage, dropped) = field == "on_nan", FAULTS[field, answer]
     last, cut, every, plan = (30, 14, 10, DP2) if is_nan else (110, 104, 50, ALONE)
@@ -144,7 +147,7 @@ def test_skip_and_roll_back_resume_bit_identically(prepare, field, answer):
     finished(straight, 1, sabotage)
     broken = prepare("broken", plan, num_steps=last, **settings)
     attempt = Attempt(broken, 1, sabotage)
-    attempt.until_step(cut)  # just after the fault, before the next checkpoint
+    attempt.until_step(cut)  # This step is just after the fault and before the next checkpoint.
     attempt.kill()
     finished(broken, 2, sabotage)
     assert_same(broken, straight)

@@ -1,5 +1,5 @@
-"""Checksums find damaged checkpoints, which are set aside. The run resumes from the checkpoint
-before.
+"""Damaged checkpoints are found by their checksums and renamed. The run resumes from the previous
+checkpoint.
 """
 
 import os
@@ -34,8 +34,8 @@ def bit_flipped(file: Path) -> None:
 
 @pytest.fixture
 def damaged(with_checkpoints, tmp_path) -> Run:
-    """A copy of the finished run without the checkpoint of step 30. A test damages the checkpoint
-    of step 20.
+    """A copy of the finished run with checkpoints of steps 10 and 20 only. Tests damage the
+    checkpoint of step 20.
     """
     shutil.copytree(with_checkpoints.directory, tmp_path / "damaged")
     run = Run.open(tmp_path / "damaged")
@@ -53,8 +53,8 @@ def damaged(with_checkpoints, tmp_path) -> Run:
     ],
 )
 def test_damaged_checkpoint_is_set_aside_on_resume(with_checkpoints, damaged, damage, which):
-    """The run resumes from the checkpoint before. The damaged folder keeps its bytes, and log,
-    history, state and alerts report the damage.
+    """The run resumes from the previous checkpoint. The damaged folder is renamed and keeps its
+    files. Log, history, state.json and alerts report the damage.
     """
     folder = damaged.checkpoints.path(20)
     damage(min(folder.glob(which)))
@@ -78,7 +78,7 @@ def test_damaged_checkpoint_is_set_aside_on_resume(with_checkpoints, damaged, da
 
 
 def test_run_with_only_damaged_checkpoints_stops(damaged):
-    """The run does not start again from step 0."""
+    """The run stops instead of training again from step 0."""
     for step in (10, 20):
         bit_flipped(min(damaged.checkpoints.path(step).glob("*.distcp")))
     attempt = Attempt(damaged, 2)

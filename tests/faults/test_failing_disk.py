@@ -1,8 +1,8 @@
-"""A file system that is slow or fails for some seconds under a launched run: training continues, or
-ends and can be resumed without loss.
+"""A file system that is slow or fails for some seconds under a launched run. Training continues, or
+the run ends and can be resumed without loss.
 
-The calls of supervisor and ranks fail in the C library (`tests/support/failing_disk.c`), so no code
-of the kit knows of it.
+File system calls of the supervisor and the ranks fail inside the C library
+(`tests/support/failing_disk.c`), so no code of the kit is changed.
 """
 
 import errno
@@ -30,9 +30,11 @@ from tests.support.workers import local_run
 pytestmark = [pytest.mark.timeout(600)]
 ONE = Plan(micro_batch_size=2, global_batch_size=2)
 SEED = 20261128
-"""Seed of the sample of faults that `make test` tries. `make faults` tries all."""
+"""Random seed for the sample of faults that `make test` tries. `make faults` tries all faults."""
 FAULT_S = 1.5
-"""Seconds for which a monitoring file fails: longer than the time between two heartbeats."""
+"""Seconds for which operations on monitoring files fail, longer than the time between two
+heartbeats.
+"""
 MONITORING: list[Fault] = [
     ("rename", errno.EIO, 0, "ranks/*"),
     ("rename", errno.ESTALE, 0, "ranks/*"),
@@ -57,7 +59,7 @@ REPORT: list[Fault] = [
     ("open", errno.EIO, 0, "alerts.jsonl"),
     ("write", errno.EIO, 0, "logs/*"),
 ]
-"""Faults of the files in which the first fault of a monitoring file is reported."""
+"""Faults of alerts.jsonl and the logs, in which faults of other monitoring files are reported."""
 CHECKPOINTS: list[Fault] = [
     ("rename", errno.EIO, 0, "checkpoints/step_*"),
     ("rename", errno.ESTALE, 0, "checkpoints/step_*"),
@@ -82,8 +84,8 @@ def fault_name(fault: Fault) -> str:
 
 
 def sampled(faults: list[Fault], count: int) -> list:
-    """Returns all faults as parameters of a test. `make test` tries `count` of them, `make faults`
-    all.
+    """Returns all faults as test parameters. `make test` tries a sample of `count` faults, `make
+    faults` tries all.
     """
     quick = random.Random(SEED).sample(faults, count)
     marks = {False: [pytest.mark.thorough], True: []}
@@ -106,7 +108,9 @@ def disk(library: Path, tmp_path: Path) -> FailingDisk:
 
 @pytest.fixture
 def launch(disk, tmp_path, spec, recipe) -> Iterator[Callable[..., Run]]:
-    """Returns a function that launches a run on the failing disk. Keywords change the recipe."""
+    """Returns a function that launches a run on the failing disk. Keywords change the recipe. After
+    the test, runs are cancelled.
+    """
     runs: list[Run] = []
 
     def launched(**changes) -> Run:
@@ -139,13 +143,13 @@ def until_step(run: Run, step: int) -> None:
 
 
 def steps_per_s(run: Run, begin: float, end: float) -> float:
-    """Returns the steps that ended between two times, per second."""
+    """Returns the number of steps per second that ended between two times."""
     ended_at = run.metrics()["time"]
     return float(np.sum((ended_at >= begin) & (ended_at < end))) / (end - begin)
 
 
 def test_monitoring_faults_end_no_attempt(launch, disk, request):
-    """One run gets the faults one after the other."""
+    """A single run meets all faults of monitoring files one after the other."""
     faults = MONITORING
     if not request.config.getoption("--thorough"):
         faults = random.Random(SEED).sample(MONITORING, 4)
@@ -175,7 +179,9 @@ def test_monitoring_faults_end_no_attempt(launch, disk, request):
 
 @pytest.mark.thorough
 def test_slow_renames_do_not_slow_steps(launch, disk):
-    """Each rename takes 2 s. A heartbeat has two renames, for which no step may wait."""
+    """Each rename takes 2 s. A heartbeat needs two renames, and no training step may wait
+    for them.
+    """
     run = launch(num_steps=10**6, checkpoint_every=None)
     until_step(run, 5)
     begin = time.time()
@@ -214,7 +220,9 @@ def test_requests_wait_for_a_failing_disk(launch, disk):
 
 @pytest.fixture
 def slow_hook(tmp_path) -> Path:
-    """A hook that makes each step long enough for a fault to begin and end within the run."""
+    """Path of a hook that makes each step take 0.15 s longer, so that a fault begins and ends while
+    the run trains.
+    """
     file = tmp_path / "hook.py"
     file.write_text("import time\n\ndef on_step(state):\n    time.sleep(0.15)\n    return {}\n")
     return file
@@ -222,7 +230,7 @@ def slow_hook(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, spec, recipe) -> Run:
-    """A finished run of 30 steps on a working disk."""
+    """A finished run of 30 steps on a disk without faults, as the reference."""
     asked = recipe.replace(num_steps=30, warmup_steps=2, decay_steps=1000, checkpoint_every=5)
     run = local_run(tmp_path_factory.mktemp("undisturbed") / "run", spec, ONE, asked)
     finished(run)
@@ -259,7 +267,7 @@ def test_checkpoint_faults_lose_no_good_checkpoint(launch, disk, fault, undistur
 @pytest.mark.thorough
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_restart_waits_for_a_failing_disk(launch, disk, code, slow_hook):
-    """A rank is killed while state.json cannot be replaced."""
+    """A rank is killed while state.json cannot be replaced and history.jsonl cannot be opened."""
     run = launch(num_steps=60, checkpoint_every=5, hook=str(slow_hook))
     until(run, lambda: run.checkpoints.steps(), "the first checkpoint")
     disk.begin(run.directory, ("rename", code, 0, "state.json"), ("open", code, 0, "history.jsonl"))

@@ -26,7 +26,7 @@ SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3}
 
 @pytest.fixture
 def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
-    """Returns a function that makes a run on a disk of 16 MB. Keywords change the recipe."""
+    """Returns a function that prepares a run on a disk of 16 MB. Keywords change the recipe."""
     disk = mount_memory("size=16m")
 
     def prepared(**changes) -> Run:
@@ -38,11 +38,11 @@ def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
 def full_between(
     run: Run, full_at: int, then: Callable[[Trainer, Path], None]
 ) -> Callable[[int], None]:
-    """Returns a sabotage that fills the disk at the launch of step `full_at`. Rank 0 calls `then`
-    at that launch and each later one.
+    """Returns a fault injector that fills the disk before the launch of step `full_at`. Before this
+    and each later launch, rank 0 calls `then` with the trainer and the file that fills the disk.
 
-    Each rank writes a heartbeat and a log line at each step. Rank 0 also has a warning to report
-    and a request to take.
+    While the disk is full, each rank writes a heartbeat and a log line in each step. Rank 0 also
+    has a warning to write and a checkpoint request to process.
     """
     filler = run.directory.parent / "filler"
 
@@ -52,9 +52,12 @@ def full_between(
 
         def meddle(trainer: Trainer) -> None:
             if rank == 0 and trainer.step + 1 == full_at:
-                trainer.checkpoints.finish()  # otherwise the save of an earlier step fails
+                # Saves of earlier steps must be complete, because an unfinished save would fail on
+                # the full disk.
+                trainer.checkpoints.finish()
                 fill(filler)
-                # Only now: the background thread takes a request at once while there is space.
+                # The request is made after the disk is full, because the background thread
+                # processes a request at once while there is space.
                 (run.directory / "control").mkdir()
                 (run.directory / "control" / "request_checkpoint").touch()
                 trainer.notices.add("hook", f"told on a full disk {'.' * 5000}", full_at)
@@ -69,7 +72,7 @@ def full_between(
 
 
 def assert_each_step_is_told_once(run: Run) -> None:
-    """Fails unless the metrics have each of the 30 steps once."""
+    """Fails unless metrics.jsonl has each of the 30 steps exactly once."""
     assert [line["step"] for line in lines_of(run)] == list(range(1, 31))
 
 
@@ -92,7 +95,9 @@ def test_temporarily_full_disk_loses_no_step(prepare_small, with_checkpoints):
 
 
 def test_disk_freed_at_last_checkpoint_loses_no_step(prepare_small, with_checkpoints):
-    """Rows that wait for space are written even if the disk is full until the last checkpoint."""
+    """Metrics rows that wait for free space are written in the end, even if the disk stays full
+    until the last checkpoint.
+    """
     run = prepare_small(checkpoint_every=None)
 
     def free_for_the_checkpoint(trainer: Trainer, filler: Path) -> None:
@@ -105,7 +110,9 @@ def test_disk_freed_at_last_checkpoint_loses_no_step(prepare_small, with_checkpo
 
 
 def test_unwritten_rows_of_killed_rank_are_repeated(prepare_small, with_checkpoints):
-    """Rows that wait for space are lost with the rank. The resumed run repeats their steps."""
+    """Metrics rows that wait for free space are lost when the rank is killed. The resumed run
+    repeats their steps.
+    """
     run = prepare_small()
 
     def kill_at_18(trainer: Trainer, filler: Path) -> None:
@@ -137,12 +144,14 @@ def on_step(state):
         fill(Path({filler!r}))
     return {{}}
 """
-"""Hook that fills the disk once, at step 16, when the checkpoint of step 10 is complete."""
+"""Hook source. The hook fills the disk once, at step 16, as soon as the checkpoint of step 10 is
+complete.
+"""
 
 
 def test_permanently_full_disk_fails_the_run(prepare_small, with_checkpoints, tmp_path):
-    """End to end, with supervisor, status and the user's commands: the full disk is the reported
-    reason. `kit.resume` is refused until there is space, and then continues the run.
+    """Tested with supervisor, status and the commands of a user. The status names the full disk as
+    the reason. `kit.resume` is refused until there is space, and then continues the run.
     """
     run, filler = prepare_small(), tmp_path / "mounted-0" / "filler"
     hook = tmp_path / "hook.py"

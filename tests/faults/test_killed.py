@@ -1,5 +1,5 @@
-"""A run that is killed at any moment loses no complete checkpoint, and ends like an uninterrupted
-run.
+"""A run that is killed at any moment loses no complete checkpoint, and ends with the same results
+as an uninterrupted run.
 """
 
 import dataclasses
@@ -24,15 +24,19 @@ from tests.support.attempts import Attempt, size_of
 from tests.support.fault_cost import assert_same, cost
 
 pytestmark = pytest.mark.timeout(3600)
-"""For a hundred kills on a busy machine. A hang ends an attempt at `HANG_S`."""
+"""Time limit of a test, for a hundred kills on a busy machine. A single attempt that hangs is ended
+after `HANG_S` seconds.
+"""
 HANG_S = 300
-"""Seconds after which an attempt of a few seconds counts as hanging."""
+"""Seconds after which an attempt counts as hanging. An attempt normally takes a few seconds."""
 SEED = 8
 
 
 @dataclasses.dataclass
 class Toll:
-    """Losses that the kills have caused so far."""
+    """Costs that all kills have caused so far: repeated and lost steps, lost bytes, and recovery
+    times.
+    """
 
     kills: int = 0
     in_writes: int = 0
@@ -44,13 +48,13 @@ class Toll:
 
 @dataclasses.dataclass
 class Moment:
-    """The moment at which an attempt is killed: inside the write of a checkpoint, after some more
-    steps, or early.
+    """Random moment at which an attempt is killed: inside the write of a checkpoint, after a number
+    of further steps, or early in the attempt.
     """
 
     writes: int | None
-    """Number of complete checkpoints before the kill inside the next write. If None, the kill is
-    not tied to a write."""
+    """Number of further complete checkpoints, after which the kill hits the next write. If None,
+    the kill is not tied to a write."""
     steps: int
     start_s: float
     later_s: float
@@ -78,14 +82,14 @@ class Moment:
 
 
 def contents(run: Run, steps: list[int]) -> dict[Path, int]:
-    """Returns the checksum of each file of some checkpoints."""
+    """Returns the checksum of each file in the checkpoints of the given steps."""
     files = (file for step in steps for file in run.checkpoints.path(step).iterdir())
     return {file: zlib.crc32(file.read_bytes()) for file in files}
 
 
 def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) -> bool:
-    """Runs one attempt, kills it at a random moment or inside a write, and returns whether the
-    attempt had ended before.
+    """Runs one attempt. If `kill` is True, kills the attempt at a random moment or inside a write.
+    Returns whether the attempt had ended before the kill.
     """
     metrics = run.directory / "metrics.jsonl"
     steps, before = run.checkpoints.steps(), metrics.read_bytes() if metrics.exists() else b""
@@ -126,8 +130,8 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
 
 
 def test_random_kills_lose_no_checkpoint(prepare, unbroken, request):
-    """About half of the kills are inside the write of a checkpoint. Each run ends bit for bit like
-    an uninterrupted run.
+    """About half of the kills hit the write of a checkpoint. Each run ends bit-identical to an
+    uninterrupted run.
     """
     kills, draw, toll = request.config.getoption("--kills"), random.Random(SEED), Toll()
     for number_of_runs in itertools.count(1):
@@ -145,7 +149,8 @@ def test_random_kills_lose_no_checkpoint(prepare, unbroken, request):
     cost(name, toll.steps_lost, at_most=0, note=note)
     cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, at_most=0)
     assert every is not None
-    # One checkpoint may be due while the write of another is not complete.
+    # The limit is two checkpoint intervals, because a checkpoint may be due while the previous
+    # write is not complete.
     repeated, note = max(toll.steps_repeated), f"a checkpoint every {every} steps"
     cost("SIGKILL: most steps to repeat", repeated, at_most=2 * every, note=note)
     note = f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch"
@@ -154,8 +159,8 @@ def test_random_kills_lose_no_checkpoint(prepare, unbroken, request):
 
 
 def test_resume_after_the_supervisor_was_killed(prepare):
-    """End to end: the supervisor is killed, the job is found lost, and the user's command resumes
-    from the newest checkpoint.
+    """Tested with the user's commands: the supervisor is killed, the status of the job is "lost",
+    and `kit resume` continues from the newest checkpoint.
     """
     run = prepare("whole", num_steps=5000, checkpoint_every=10)
     launcher.submit(launcher.draft(run))

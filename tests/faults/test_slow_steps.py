@@ -1,4 +1,4 @@
-"""Steps that are slowed in a known way: `kit status --why` names the slow part."""
+"""Training steps that are slowed in a known part. `kit status --why` names this part."""
 
 import json
 import mmap
@@ -22,8 +22,8 @@ from tests.support.runs import new_run
 
 pytestmark = pytest.mark.timeout(900)
 EACH, STALL_S = 10, 0.15
-"""Steps of each case, and the shortest stall in seconds. On a busy machine a stall is as long as a
-healthy step."""
+"""Number of steps of each case, and shortest stall in seconds. On a busy machine, a stall is as
+long as the median healthy step."""
 CASES = {
     "slow data loader": "waiting for data",
     "slow optimizer": "the optimizer",
@@ -35,12 +35,12 @@ CASES = {
 
 
 BURNT = memoryview(mmap.mmap(-1, 2 * 8)).cast("q")
-"""Number of `burn` calls of each rank. Forked ranks share the memory."""
+"""Number of calls of `burn` by each rank. The memory is shared between the forked ranks."""
 
 
 def burn(rank: int, seconds: float) -> None:
-    """Computes for some seconds, and on until the other rank has computed too, so that no rank
-    waits for the other.
+    """Keeps the core busy for some seconds of CPU time, and then until the other rank has done so
+    too. Neither rank then waits for the other in a collective.
     """
     end = time.thread_time() + seconds
     while time.thread_time() < end:
@@ -51,7 +51,9 @@ def burn(rank: int, seconds: float) -> None:
 
 
 def sabotage(rank: int) -> None:
-    """Slows each group of EACH steps in another way. The first group is not slowed."""
+    """Fault injector that slows groups of EACH steps. Each group has another slow part. The first
+    group is not slowed.
+    """
     cases, case_now, stall_s = ["none", *CASES], "none", STALL_S
     launches: list[float] = []
 
@@ -85,7 +87,9 @@ def sabotage(rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
-    """One run for each case, with the rows of its steps from one real run."""
+    """One run for each case, by name of the case. Its metrics are the rows of the group of steps in
+    one real run.
+    """
     folder = tmp_path_factory.mktemp("runs")
     settings = recipe.replace(num_steps=EACH * (1 + len(CASES)))
     settings = settings.replace(checkpoint_every=None, validation_every=None)
@@ -114,13 +118,14 @@ def test_compare_speed_names_the_slow_part(cases, name: str) -> None:
 
 
 def test_step_parts_add_up_and_are_in_status(cases) -> None:
-    """Parts of healthy steps. `kit status --why` reports them."""
+    """The case has healthy steps. `kit status --why` reports the time of each part of a step."""
     run: Run = cases["none"]
     metrics = run.metrics()
     parts = "data_s", "forward_backward_s", "reduction_s", "optimizer_s"
     phases = sum(metrics[name] for name in parts)
     assert (phases <= metrics["step_time_s"] + 1e-5).all()
-    # Other processes may take the core between two parts of a step, so the median counts.
+    # Another process may take the core between two parts of a step, so the median over the steps is
+    # checked.
     assert np.median(phases / metrics["step_time_s"]) > 0.8
     told = CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"])
     assert "forward and backward pass" in json.loads(told.output)["pace"]["parts_s"]

@@ -1,5 +1,5 @@
-"""Jumps of the clock, directories that cannot be written or are removed, concurrent launches, and
-orphan ranks.
+"""Faults around a run: jumps of the clock, run directories that are read-only or removed,
+concurrent launches, and orphan ranks.
 """
 
 import os
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def jumpy(offsets: dict[int, float]) -> Callable[[int], None]:
-    """Returns a sabotage that shifts the wall clock: offsets in seconds by the step from which they
-    apply.
+    """Returns a fault injector that shifts the wall clock. `offsets` maps a step to the offset in
+    seconds that applies from this step on.
     """
 
     def sabotage(_: int) -> None:
@@ -70,7 +70,8 @@ def test_heartbeats_continue_after_clock_is_set_back(prepare):
 
 
 def test_launch_refuses_read_only_run_directory(spec, recipe, mount_memory):
-    read_only = mount_memory("ro,size=1m")  # root ignores permissions of a directory
+    # A read-only mount, because root ignores the permissions of a directory.
+    read_only = mount_memory("ro,size=1m")
     start = time.monotonic()
     told = "run cannot be written: Read-only file system. Use another run directory"
     with pytest.raises(RunError, match=told):
@@ -92,8 +93,8 @@ kit.launch(here / "twice", spec=spec, plan=plan, recipe=recipe)
 
 
 def test_one_of_two_concurrent_launches_is_refused(prepare, tmp_path, spec, recipe):
-    """The refused launch has another plan, which must not reach the files of the accepted
-    launch.
+    """The refused launch has another plan. This plan must not be written to the files of the
+    accepted launch.
     """
     directory = tmp_path / "twice"
     (tmp_path / "spec.json").write_text(spec.to_json())
@@ -132,19 +133,20 @@ def test_one_of_two_concurrent_launches_is_refused(prepare, tmp_path, spec, reci
 
 
 def inode(file: Path) -> int:
-    """Returns the inode number of a file, or 0 while the file is missing."""
+    """Returns the inode number of a file, or 0 if the file is missing."""
     return file.stat().st_ino if file.exists() else 0
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
 def test_ranks_end_when_run_directory_is_removed(prepare, replaced):
-    """There is no supervisor, as for the ranks of a pod or of a node that has lost its network. The
-    ranks write nothing into a new directory of that name.
+    """The ranks have no supervisor, like the ranks of a pod, or of a node that has lost its
+    network. If a new directory has the path of the run directory, the ranks write nothing into it.
     """
     run = prepare("gone", num_steps=100_000, checkpoint_every=3)
     attempt = Attempt(run)
     attempt.until_step(5)
-    # Just after a heartbeat of each rank, so that no rank is writing one.
+    # The directory is removed just after each rank has written a heartbeat, so that no rank is
+    # writing at this moment.
     beats = ["state.json", *(f"ranks/rank_{rank:05d}.json" for rank in range(2))]
     waiting = {run.directory / name: inode(run.directory / name) for name in beats}
     while waiting := {file: old for file, old in waiting.items() if inode(file) == old}:
@@ -164,7 +166,9 @@ def test_ranks_end_when_run_directory_is_removed(prepare, replaced):
 
 
 def test_orphan_rank_of_older_attempt_ends(prepare):
-    """After a newer attempt has started, the orphan writes neither state nor checkpoint."""
+    """After a newer attempt has started, the orphan rank writes neither state.json nor a
+    checkpoint.
+    """
     run = prepare("orphan", num_steps=100_000, checkpoint_every=None)
     attempt = Attempt(run)
     attempt.until_step(5)

@@ -1,4 +1,6 @@
-"""The training thread opens, replaces and locks no file that is used to monitor the run."""
+"""The thread that trains never opens, replaces or locks a file that is used for monitoring.
+Otherwise a hanging file system could stop training.
+"""
 
 import json
 import os
@@ -28,12 +30,14 @@ EVENTS = (
     "os.scandir",
     "fcntl.flock",
 )
-"""Audit events of Python that mean work on files: https://docs.python.org/3/library/audit_events."""
+"""Names of Python's audit events for operations on files, from
+https://docs.python.org/3/library/audit_events.
+"""
 
 
 def recorded(run: Run, out: Path) -> Callable[[int], None]:
-    """Returns a sabotage that records, while a rank trains, each event on a file of the run
-    directory with the name of its thread."""
+    """Returns a fault injector that records, while a rank trains, each operation on a file in the
+    run directory, with the name of its thread."""
 
     def sabotage(rank: int) -> None:
         events: set[tuple[str, str, str]] = set()
@@ -70,7 +74,9 @@ def recorded(run: Run, out: Path) -> Callable[[int], None]:
 
 
 def test_training_thread_touches_no_monitoring_file(prepare, tmp_path):
-    """A real run of two ranks with validations, checkpoints, a requested checkpoint and a stop."""
+    """A real run of two ranks with validations, regular checkpoints, a requested checkpoint and a
+    stop request.
+    """
     run = prepare("audited", num_steps=100_000, checkpoint_every=10, validation_every=7)
     attempt = Attempt(run, 1, recorded(run, tmp_path))
     attempt.until_step(15)

@@ -16,7 +16,7 @@ ONE_RANK = Plan(micro_batch_size=2, global_batch_size=2)
 
 
 def hold_folders_open(rank: int) -> None:
-    """A sabotage: the rank can delete files, but no folder of a checkpoint."""
+    """Fault injector: the rank can delete files of an old checkpoint, but not its folder."""
     rmdir = os.rmdir
 
     def refuse(path: str, *, dir_fd: int | None = None) -> None:

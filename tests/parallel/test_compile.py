@@ -1,4 +1,4 @@
-"""Compiled blocks train as eager blocks, with every recompute mode and layout."""
+"""Compiled blocks train like eager blocks, in every recompute mode and layout."""
 
 import functools
 import warnings
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
-    """Imports the compiler once. Workers are forked from this process."""
+    """Imports torch's compiler once in this process, from which the ranks are forked."""
     ones = torch.ones(2, 2, requires_grad=True)
     torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")(ones)
     torch._dynamo.reset()
@@ -42,28 +42,30 @@ def compiler() -> None:
 def test_compiled_llama_equals_eager(layout, llama_spec):
     plan = make_plan({**LAYOUTS[layout], "compile": True})
     spec = fit(llama_spec, plan)
-    # With a GPU build, autograd's threads may run here already. A forked process then cannot train.
+    # In a CUDA build of torch, threads of autograd may already run in this process. A process that
+    # is forked then cannot train.
     method = "fork" if torch.version.cuda is None else "spawn"
     ranks = run_ranks(plan.num_devices, compiled, spec, plan, method=method)
     eager = run_ranks(1, train, spec, make_plan({}), RECIPE, method=method)[0]
     found = differences([trained for trained, _ in ranks], eager)
     assert max(found.values()) <= TOLERANCE, found
-    # One graph for training, one without gradients, and one for the loss. No block or step compiles
-    # another graph.
+    # One graph is compiled for training, one for evaluation without gradients, and one for the
+    # loss. Further blocks and steps compile no graph.
     graphs = 2 if plan.tensor_parallel > 1 else 3
     assert [found for _, found in ranks] == [graphs] * len(ranks)
 
 
 def compiled(spec, plan):
-    """Returns (training results of this rank, number of compiled graphs).
+    """Returns (losses and gradient norms of this rank, number of compiled graphs).
 
-    Tracing and the graphs of both passes are as on a GPU. No kernels are generated, because their
-    C++ code would take minutes to compile.
+    Tracing and the graphs of both passes are the same as on a GPU. No kernels are generated,
+    because compiling their C++ code would take minutes.
     """
     from torch._dynamo.utils import counters
 
-    counters.clear()  # another test may have compiled in the process that this one is forked from
-    warnings.simplefilter("default")  # torch's own warnings while tracing are no errors
+    # The parent process may have compiled graphs in another test, which the counters include.
+    counters.clear()
+    warnings.simplefilter("default")  # Torch's own warnings during tracing are not errors.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     trained = train(spec, plan, RECIPE)
     return trained, counters["stats"]["unique_graphs"]

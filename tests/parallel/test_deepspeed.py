@@ -1,5 +1,5 @@
-"""The DeepSpeed engine trains as the native engine on one process, and exchanges checkpoints with
-other layouts and engines.
+"""The DeepSpeed engine trains as the native engine does on one process. Its checkpoints can be
+loaded on other layouts and by other engines.
 """
 
 import contextlib
@@ -63,14 +63,16 @@ LAYOUTS = {
 THREE = ("TP2 x PP2 x DP2, ZeRO 1",)
 GPT_LAYOUTS = ("DP2, ZeRO 3", "TP2", "PP2", *THREE)
 IN_BF16 = ("one process", "DP2, ZeRO 2", "DP2, ZeRO 3, recompute full", "PP2", "TP2 x DP2, ZeRO 3")
-"""Layouts that `make test` trains in bf16. `make faults` trains all layouts."""
+"""Names of layouts that `make test` trains in bf16. `make faults` trains all layouts."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Imports DeepSpeed once. Workers are forked from this process."""
+    """Imports DeepSpeed once in this process, from which the ranks are forked."""
     with pytest.MonkeyPatch.context() as here:
-        here.setenv("TORCHDYNAMO_DISABLE", "1")  # as the import does, but undone afterwards
+        # The import of DeepSpeed sets this variable too. Because the variable is set here, it is
+        # restored after the tests.
+        here.setenv("TORCHDYNAMO_DISABLE", "1")
         import_deepspeed(CPU)
         yield
 
@@ -112,8 +114,8 @@ def test_fp16_with_loss_scaling_follows_fp32(layout, llama_spec, native_run):
 
 
 def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, float], float]]:
-    """Returns (gradient norm, loss scaling, sum of absolute weights) of four steps with a much too
-    large loss scale.
+    """Trains four steps with a loss scale that is much too large. Returns for each step (gradient
+    norm, loss scale and number of skipped steps, sum of absolute weights).
     """
     config = deepspeed_config(plan, RECIPE)
     config["fp16"] |= {"initial_scale_power": 30, "hysteresis": 1}
@@ -145,8 +147,8 @@ def test_gradient_norm_is_reported_without_clipping(llama_spec, native_run):
 
 
 def go_on(spec: ModelSpec, plan: Plan, directory: Path, steps: range) -> list[tuple[float, float]]:
-    """Trains the given steps from the checkpoint before the first one, and saves a checkpoint after
-    the last one. Returns (loss, gradient norm) of each step.
+    """Trains the given steps, from a checkpoint of the step before unless the steps begin at 0.
+    Saves a checkpoint after the last step. Returns (loss, gradient norm) of each step.
     """
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=not steps.start)
     mine = batches(spec, plan, engine.data_rank)
@@ -155,7 +157,7 @@ def go_on(spec: ModelSpec, plan: Plan, directory: Path, steps: range) -> list[tu
         manifest = checkpoints.describe(steps.start)
         tensors = CheckpointTensors(checkpoints, manifest, spec)
         engine.load(tensors.fill_all, num_updates=steps.start)
-        engine.validation_loss(mine[0])  # must not change the loaded state
+        engine.validation_loss(mine[0])  # A validation must not change the loaded state.
     found = [engine.train_step(mine[step], 1e-3) for step in steps]
     writer = writer_in(directory)
     writer.start(engine.state_dict(), facts(spec, steps.stop, plan))
@@ -195,7 +197,9 @@ def test_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_run
 
 
 def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
-    """Returns the error of an engine whose configuration has these changes, or "started"."""
+    """Starts an engine with a changed DeepSpeed configuration. Returns the text of the error, or
+    "started".
+    """
     config = {**deepspeed_config(plan, RECIPE), **changes}
     try:
         DeepSpeedEngine(spec, plan, RECIPE, CPU, config=config)
@@ -206,7 +210,9 @@ def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
 
 @pytest.mark.parametrize("layout", ["DP2, ZeRO 1", "PP2"])
 def test_batch_size_mismatch_with_deepspeed_is_refused(layout, llama_spec):
-    """In the 175B run on Frontier such a mismatch made the printed speed four times too high."""
+    """In the 175B run on Frontier, a mismatch of the batch size made the printed speed four times
+    too high.
+    """
     plan = make_plan({**LAYOUTS[layout], "micro_batch_size": 1})
     tampered = {"train_micro_batch_size_per_gpu": 4}
     tampered["gradient_accumulation_steps"] = plan.num_microbatches // 4
@@ -223,8 +229,8 @@ def test_check_batch_compares_global_batch_size():
 
 
 def test_deepspeed_start_ignores_stale_compiler_locks(llama_spec, tmp_path):
-    """A job killed while DeepSpeed compiled leaves a lock, on which later jobs would wait. The
-    start needs no compiler.
+    """If a job is killed while DeepSpeed compiles, a lock file remains, and later jobs would wait
+    for it. The kit's start of DeepSpeed needs neither the lock nor a compiler.
     """
     for python in ("", "py311_cpu/", "py312_cpu/"):
         (tmp_path / f"{python}deepspeed_shm_comm").mkdir(parents=True)
@@ -256,8 +262,8 @@ def test_launch_refuses_missing_or_old_deepspeed(llama_spec, tmp_path, monkeypat
 
 
 def probe_anew(folder: Path) -> tuple[int, str]:
-    """Returns (exit code, error output) of DeepSpeed's probe, as `kit doctor` runs it. The folder
-    is first on the path, and nothing of DeepSpeed is imported yet.
+    """Checks the DeepSpeed installation as `kit doctor` does, with `folder` first on sys.path and
+    no module of DeepSpeed imported yet. Returns (exit code, standard error).
     """
     for name in [name for name in sys.modules if "deepspeed" in name]:
         del sys.modules[name]
@@ -291,7 +297,7 @@ def test_notebook_hides_traceback_of_deepspeed_error(capsys):
 
 @pytest.mark.slow
 def test_killed_deepspeed_run_resumes_as_native_run(spec, recipe, tmp_path):
-    """Losses and weights at the end equal an uninterrupted run of the native engine."""
+    """Final losses and weights equal those of an uninterrupted run of the native engine."""
     recipe = recipe.replace(num_steps=40, checkpoint_every=10)
     alone = Plan(micro_batch_size=8, global_batch_size=8)
     native = local_run(tmp_path / "native", spec, alone, recipe)

@@ -1,5 +1,5 @@
-"""Attention within documents: a document gives the results that it gives alone, on one process and
-on several.
+"""Attention within documents: a document in a packed row gives the same results as the document
+alone, on one process and on several ranks.
 """
 
 import pytest
@@ -18,15 +18,17 @@ END = 0
 
 
 class PlainVarlen:
-    """CPU kernel for torch's varlen attention, which has none. Computes the scores of each sequence
-    explicitly.
+    """CPU kernel for torch's attention over sequences of variable length (varlen), for which torch
+    has no CPU kernel. It computes the scores of each sequence explicitly.
     """
 
     def __init__(self) -> None:
         self.calls = 0
 
     def scores(self, query, key, begins_N, is_causal, window):
-        """Yields (slice of the tokens, probabilities [N, T, T]) of each sequence."""
+        """Yields for each sequence (slice of its tokens, attention probabilities of shape [N, T, T]
+        with N heads and T tokens).
+        """
         assert begins_N.dtype == torch.int32
         assert is_causal or tuple(window) == (-1, 0), "two ways of saying causal, by version"
         for first, last in zip(begins_N.tolist(), begins_N.tolist()[1:], strict=False):
@@ -38,7 +40,7 @@ class PlainVarlen:
     def forward(self, query, key, value, begins_N, _, max_q, max_k, is_causal, *given):
         self.calls += 1
         longest = int(begins_N.diff().max())
-        scale, window = given[:2] or (None, None)  # neither is an argument in torch 2.10
+        scale, window = given[:2] or (None, None)  # Torch 2.10 does not pass `scale` and `window`.
         assert begins_N[-1] == len(query) and longest <= max_q == max_k and scale is None
         out = torch.empty_like(query)
         for place, p in self.scores(query, key, begins_N, is_causal, window):
@@ -48,7 +50,8 @@ class PlainVarlen:
         return out, logsumexp, torch.zeros(2, dtype=torch.uint64)
 
     def backward(self, grad, query, key, value, out, logsumexp, begins_N, *given):
-        # cu_seq_k, max_q, max_k, is_causal, rng_state, and from torch 2.11 on scale, window
+        # Order of the arguments: cu_seq_k, max_q, max_k, is_causal, rng_state, and from torch 2.11
+        # on scale, window.
         is_causal, window = given[3], given[6] if len(given) > 6 else None
         grads = [torch.empty_like(x) for x in (query, key, value)]
         groups, root = query.shape[1] // key.shape[1], query.shape[-1] ** 0.5
@@ -79,8 +82,8 @@ def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
 
 
 def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, float]]:
-    """Returns (loss, gradient norm) of three steps on random tokens, with or without document
-    masks.
+    """Trains three steps on random tokens, with or without document masks. Returns (loss, gradient
+    norm) of each step.
     """
     engine = build(spec, plan)
     if masked:
@@ -93,7 +96,8 @@ def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, 
 
 
 def test_document_masks_agree_between_layouts(llama_spec, run_standing):
-    # This test comes first: a CUDA build of torch cannot fork after a backward pass.
+    # This test runs first in the file, because a CUDA build of torch cannot fork ranks after a
+    # backward pass.
     spec = llama_spec.replace(num_layers=2)
     one, unmasked = (run_standing(1, three_steps, spec, make_plan({}), is_so) for is_so in (1, 0))
     assert abs(one[0][0][0] - unmasked[0][0][0]) > 1e-4
@@ -109,7 +113,7 @@ def test_document_masks_agree_between_layouts(llama_spec, run_standing):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_packed_documents_equal_separate_documents(llama_spec, recompute, kernel):
     """Logits and gradients are equal. Rotary positions are relative, so the position of a document
-    in its row does not matter.
+    in the packed row does not matter.
     """
     spec = llama_spec.replace(tied_embeddings=False)
     if kernel and "enable_gqa" not in DOCUMENT_ARGUMENTS:
@@ -125,7 +129,8 @@ def test_packed_documents_equal_separate_documents(llama_spec, recompute, kernel
     before = PLAIN.calls
     together = decoder(row, past=seen)
     together.square().sum().backward()
-    times = 2 if recompute == "full" else 1  # otherwise its output is saved for backward
+    # Only full recomputation runs the kernel twice. Otherwise the output is saved for backward.
+    times = 2 if recompute == "full" else 1
     assert PLAIN.calls - before == (times * spec.num_layers if kernel else 0)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     for parameter, gradient in zip(decoder.parameters(), wanted, strict=True):
@@ -143,8 +148,8 @@ def test_documents_begin_after_end_token_or_at_row_start():
 
 
 def test_document_begins_are_read_from_host_samples(llama_spec, run_standing):
-    """On a GPU the samples are in host memory, so no micro-batch waits for the GPU to find the
-    begins.
+    """On a GPU, the samples are still in host memory, so no micro-batch waits for the GPU to find
+    the beginnings of documents.
     """
     assert run_standing(1, begins_of_a_step, llama_spec.replace(num_layers=2)) == [True]
 
@@ -169,7 +174,7 @@ def begins_of_a_step(spec: ModelSpec) -> bool:
         patch.setattr(past, "document_begins", begins)
         engine.train_step(samples, 1e-3)
     wanted = []
-    for part in samples.split(2):  # reference: search the begins token by token
+    for part in samples.split(2):  # The expected beginnings are searched token by token.
         tokens = part[:, :-1].flatten().tolist()
         length = spec.sequence_length
         starts = [n for n, _ in enumerate(tokens) if n % length == 0 or tokens[n - 1] == END]

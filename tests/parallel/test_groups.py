@@ -1,4 +1,6 @@
-"""Process groups: their connections and calls, and the error when a rank is missing."""
+"""Process groups: number of connections and of calls that create them, and the error when a rank is
+missing.
+"""
 
 import datetime
 import os
@@ -34,7 +36,9 @@ def test_ranks_join_without_a_full_mesh() -> None:
 
 
 def listening() -> list[str]:
-    """Returns the addresses, as the kernel writes them, at which the ranks' port is open."""
+    """Returns the local addresses at which the port of the ranks' store is open, in the kernel's
+    hexadecimal format.
+    """
     tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     port = f":{int(os.environ['MASTER_PORT']):04X}"
@@ -81,8 +85,9 @@ def start_fake() -> None:
 
 
 def count_calls(is_bound: bool) -> tuple[list[int], tuple[str, ...], int]:
-    """Returns (size of the groups of each creating call, axes of the mesh, size of the shard axis)
-    of 3,072 ranks.
+    """Builds the device mesh of 3,072 ranks. Returns (group size for each call that creates a
+    group, names of the mesh axes, size of the shard axis). `is_bound` says whether the world group
+    is bound to a GPU.
     """
     asked, make = [], dist.new_group
 
@@ -106,22 +111,24 @@ def count_calls(is_bound: bool) -> tuple[list[int], tuple[str, ...], int]:
 
 
 def test_bound_device_splits_groups_once_per_axis() -> None:
-    """Mesh of 3,072 ranks. Axes of size 1 are left out."""
+    """The mesh has 3,072 ranks. Axes of size 1 are left out."""
     [(asked, axes, shards)] = run_ranks(1, count_calls, True, start=start_fake)
     assert axes == ("pipeline", "shard", "tensor") and shards == 6, "no axis of size 1"
     assert asked == [64, 6, 8, 2], "one split for each, and one for tied stages"
 
 
 def test_unbound_device_creates_each_group_separately() -> None:
-    """Mesh of 3,072 ranks."""
+    """The device mesh has 3,072 ranks. Each process group of each mesh axis is created by a
+    separate call.
+    """
     [(asked, _, _)] = run_ranks(1, count_calls, False, start=start_fake)
     assert len(asked) == 3072 // 64 + 3072 // 6 + 3072 // 8
 
 
 def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
-    """Builds the engine while the world's group is bound to a GPU. Gloo has no backend for a GPU,
-    so a new group of the bound world would fail. Returns whether the group is bound again after
-    DeepSpeed's grid was built.
+    """Builds the engine, and binds the world group to a GPU while DeepSpeed creates its groups.
+    Gloo has no backend for a GPU, so a new group would fail if the binding were used. Returns
+    whether the world group is bound again after DeepSpeed's groups were created.
     """
     from kit.engines.deepspeed.layers import LayerBuilder
 
@@ -144,7 +151,9 @@ SEEN: list[bool] = []
 
 
 def test_deepspeed_grid_ignores_the_bound_device(gpt_spec: ModelSpec) -> None:
-    """With a bound device torch would split the communicator of the world for each group."""
+    """If the world group is bound to a device, torch would split the world's communicator for each
+    new group.
+    """
     pytest.importorskip("deepspeed")
     plan = make_plan({"pipeline_parallel": 2}, "deepspeed")
     assert all(run_ranks(2, build_with_a_device, gpt_spec.replace(num_layers=2), plan))

@@ -1,4 +1,6 @@
-"""Every layout must train as one process does: loss and gradient norm within 1e-5."""
+"""Every layout trains as one process does. Losses and gradient norms have a relative difference of
+at most 1e-5.
+"""
 
 from unittest.mock import patch
 
@@ -90,8 +92,8 @@ IN_BF16 = (
     "PP2, ZBV",
     "PP2 x DP2, ZeRO 3",
 )
-"""Layouts that `make test` trains: IN_FP32 of the layouts of eight ranks, and IN_BF16 in bf16.
-`make faults` trains all."""
+"""Names of layouts that `make test` trains in bf16. In fp32, `make test` trains all layouts below
+eight ranks, and of the layouts with eight ranks only IN_FP32. `make faults` trains all layouts."""
 
 
 UNEVEN = {
@@ -105,13 +107,14 @@ UNEVEN = {
     ),
     "2 layers, TP2 x PP4, SP": (2, {**SP, "pipeline_parallel": 4}),
 }
-"""(Number of layers, layout): the number of stages does not divide the number of layers. Embedding
-and loss count as one layer each."""
+"""Layouts in which the number of stages does not divide the number of layers, by name. Value:
+(number of layers, changes of the plan). Embedding and loss each count as one layer in the
+distribution over stages."""
 
 
 @pytest.fixture(autouse=True)
 def runs_on_this_torch(request: pytest.FixtureRequest) -> None:
-    """Skips layouts that the kit refuses on the installed release of torch."""
+    """Skips a layout if the kit refuses it on the installed torch release."""
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     name = params.get("layout")
     if name is None:
@@ -135,7 +138,8 @@ def test_uneven_stages_equal_one_process(
     spec = spec.replace(num_layers=layers)
     parts = [len(plan.stage_layers(spec, stage)) for stage in range(plan.num_stages)]
     assert parts[0] == parts[-1] == parts[1] - 1 and sum(parts) == layers
-    few = RECIPE.replace(num_steps=3)  # the split into stages does not affect the optimizer
+    # Three steps are enough, because the split into stages does not affect the optimizer.
+    few = RECIPE.replace(num_steps=3)
     found = run_standing(plan.num_devices, train, spec, plan, few)
     found = differences(found, native_run(spec, few))
     assert max(found.values()) <= TOLERANCE, found
@@ -145,7 +149,7 @@ def test_uneven_stages_equal_one_process(
     ("family", "layout"),
     [
         *some_thorough(LAYOUTS, {*EIGHT} - {*IN_FP32}, "llama"),
-        *some_thorough(GPT_LAYOUTS, EIGHT, "gpt"),  # with tied embeddings
+        *some_thorough(GPT_LAYOUTS, EIGHT, "gpt"),  # GPT models have tied embeddings.
     ],
 )
 def test_layout_equals_one_process(family, layout, llama_spec, gpt_spec, native_run, run_standing):
@@ -161,8 +165,8 @@ def test_bf16_gradients_equal_one_process(layout, llama_spec, one_process, run_s
 
 
 def test_shard_replicas_are_summed_once_per_step(llama_spec, run_standing):
-    """The number of micro-batches does not matter. Under ZeRO 3 each micro-batch reduces only
-    inside its shard group.
+    """Gradients are summed over the replicas of a shard once per step, independent of the number of
+    micro-batches. Under ZeRO 3, each micro-batch is reduced only inside its shard group.
     """
     layout = LAYOUTS["DP4, ZeRO 3 over 2"]
     plans = [make_plan({**layout, "global_batch_size": size}) for size in (4, 16)]
@@ -171,8 +175,8 @@ def test_shard_replicas_are_summed_once_per_step(llama_spec, run_standing):
 
 
 def _sums_over_copies(spec: ModelSpec, plans: list[Plan]) -> list[int]:
-    """Returns the number of all-reduces of gradients over replicas of a shard, in one step of each
-    plan.
+    """Runs one training step of each plan. Returns for each plan the number of all-reduces that sum
+    gradients over the replicas of a shard.
     """
     sum_up, sizes, found = dist.all_reduce, [], []
 
@@ -185,7 +189,8 @@ def _sums_over_copies(spec: ModelSpec, plans: list[Plan]) -> list[int]:
         sizes.clear()
         with patch.object(dist, "all_reduce", counted):
             engine.train_step(batches(spec, plan, engine.data_rank)[0], 1e-3)
-        found.append(sum(size > 1 for size in sizes))  # others: the loss and the gradient norm
+        # All-reduces of one number belong to the loss and the gradient norm.
+        found.append(sum(size > 1 for size in sizes))
     return found
 
 
@@ -195,7 +200,7 @@ def test_bf16_loss_follows_fp32(llama_spec, native_run):
 
 
 def test_clipping_bounds_the_gradient_norm(llama_spec):
-    """A gradient that is clipped to 0.01 has the norm 0.01."""
+    """A gradient that is clipped to a norm of 0.01 has this norm afterwards."""
     before, after = run_ranks(1, _clipped_norms, llama_spec)[0]
     assert before > 0.05
     assert after == pytest.approx(0.01, rel=1e-3)

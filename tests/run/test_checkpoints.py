@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: planning, completion, resume, damage, recovery and pruning."""
+"""Checkpoints of several ranks: planning of writes, completion, resume, damage, recovery and
+deletion of old checkpoints.
+"""
 
 import errno
 import io
@@ -35,7 +37,9 @@ from tests.support.workers import local_run, run_ranks
 
 
 def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
-    """Returns a tensor of this rank and a tensor of both ranks. Their values depend on `step`."""
+    """Returns two tensors by name: one that only this rank has, and one that both ranks have. Their
+    values depend on `step`.
+    """
     rank = dist.get_rank()
     return {
         f"of.{rank}": torch.full((size,), 10.0 * step + rank),
@@ -55,9 +59,10 @@ def load(
 
 
 def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
-    """Saves three times, at last with other shapes, and once with a second writer.
+    """Saves three checkpoints with one writer, the last with other tensor shapes, and one
+    checkpoint with a second writer.
 
-    Returns the number of plans that this rank has made after each save.
+    Returns how often this rank has computed a global save plan, counted after each save.
     """
     plan = Mock(wraps=default_planner.create_default_global_save_plan)
     default_planner.create_default_global_save_plan = plan
@@ -83,8 +88,8 @@ def test_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelSpe
 
 
 def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
-    """Saves twice. Checks that the second checkpoint and its folders were flushed before the first
-    one was deleted.
+    """Saves two checkpoints. Checks that the files and folders of the second checkpoint were
+    flushed to disk before the first checkpoint was deleted.
     """
     flushed, missing, fsync, rmtree = set(), [], os.fsync, shutil.rmtree
 
@@ -106,12 +111,16 @@ def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
 
 
 def test_checkpoint_is_flushed_before_older_is_deleted(tmp_path: Path, spec: ModelSpec) -> None:
-    """Otherwise a power failure could leave neither: folder entries stay in memory for a while."""
+    """New folder entries stay in memory for a while. Without the flush, a power failure could
+    destroy both checkpoints.
+    """
     run_ranks(1, assert_flushed_before_deletion, tmp_path / "checkpoints", spec)
 
 
 def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
-    """Saves twice. Returns for each checkpoint whether it was complete when it was renamed."""
+    """Saves two checkpoints. Returns for each checkpoint whether all its files were complete when
+    its folder got the final name.
+    """
     rename, whole = Path.rename, []
 
     def watched(folder: Path, target: Path) -> Path:
@@ -129,7 +138,9 @@ def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
 
 
 def test_checkpoint_is_renamed_when_complete(tmp_path: Path, spec: ModelSpec) -> None:
-    """Otherwise a kill in between would leave the newest checkpoint without its manifest."""
+    """If a checkpoint were renamed too early, a kill could leave the newest checkpoint without its
+    manifest.
+    """
     assert run_ranks(1, whole_when_named, tmp_path / "checkpoints", spec) == [[True, True]]
 
 
@@ -168,7 +179,9 @@ def test_removed_checkpoint_folder_does_not_end_run(tmp_path: Path, spec: ModelS
 
 
 def complete_as_left_over(run: Path, spec: ModelSpec) -> list[int]:
-    """Returns the complete checkpoints after an old attempt could not complete a checkpoint."""
+    """Lets an old attempt try to complete a checkpoint. Returns the steps of the complete
+    checkpoints afterwards.
+    """
     writer = writer_in(run / "checkpoints")
     update_state(run, attempt=2, state=JobState.RUNNING)
     with pytest.raises(StaleAttemptError):
@@ -181,13 +194,15 @@ def test_old_attempt_cannot_complete_a_checkpoint(tmp_path: Path, spec: ModelSpe
 
 
 def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
-    """Saves a changing tensor three times. Returns (means read back, number of memory buffers)."""
+    """Saves a changing tensor three times. Returns (mean of the tensor in each checkpoint, number
+    of memory buffers used for the copies).
+    """
     checkpoints, places = Checkpoints(directory), set()
     writer = writer_in(checkpoints.directory, 3)
     weight, found = torch.zeros(1000), []
     for step in (1, 2, 3):
         weight.fill_(step)
-        # As an engine gives it: a new view each time.
+        # The tensor is a new view for each save, as from a real engine.
         writer.start({"weight": weight.detach()}, facts(spec, step))
         writer.wait_for_copies()
         weight.fill_(-1)
@@ -206,9 +221,10 @@ def test_saves_reuse_the_staging_memory(tmp_path: Path, spec: ModelSpec) -> None
 
 
 def save_while_training(run: Run) -> tuple[list[float], bool, float]:
-    """Returns (saved weight, whether the next update waited for the copy, stall in seconds).
+    """Saves while a simulated training step runs. Returns (saved weight, whether the optimizer
+    update waited for the copy of the weight, stall in seconds).
 
-    The copy ends a moment after the update has begun to wait.
+    The copy ends 0.1 s after the update has begun to wait.
     """
     engine: Any = Engine(["weight"])
     saver = PortableCheckpoints(run, engine, None, attempt=1)
@@ -230,7 +246,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
 
     saver.wait_for_copies = wait
     saver.save(facts(run.spec, 2))
-    # Training continues with a forward and a backward pass.
+    # A real training step runs a forward and a backward pass at this point.
     saver.take_stall_s()
     weight = engine.state["weight"]
     weight.grad = torch.ones_like(weight)
@@ -250,7 +266,9 @@ def test_save_is_copied_during_step_and_before_update(tmp_path, spec, recipe) ->
 
 
 def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
-    """Saves twice. Returns the complete checkpoints before `finish` is called for the second."""
+    """Saves two checkpoints without calling `finish` for the second one. Returns the steps of the
+    complete checkpoints before `finish`.
+    """
     checkpoints = Checkpoints(directory)
     writer = writer_in(checkpoints.directory, 1)
     for step in (1, 2):
@@ -270,7 +288,7 @@ def test_checkpoint_completes_while_training_continues(tmp_path: Path, spec: Mod
 
 
 class Engine:
-    """A fake engine with some tensors of a checkpoint."""
+    """A simulated engine with the named tensors as its state."""
 
     def __init__(self, names: list[str]) -> None:
         self.state = {name: torch.zeros(2) for name in names}
@@ -284,7 +302,8 @@ class Engine:
 
 
 def calls_of_a_resume(run: Run, num_files: int) -> int:
-    """Loads four tensors, each from a separate file.
+    """Resumes from a checkpoint of `num_files` files. This rank loads four tensors, each from a
+    separate file.
 
     Returns the number of file system calls of this rank.
     """
@@ -303,7 +322,9 @@ OF_FILES = ("stat", "lstat", "scandir", "listdir", "open")
 
 
 def write_files(run: Run, num_files: int) -> None:
-    """Writes a checkpoint of `num_files` tensors at step `num_files`, each in a separate file."""
+    """Writes a checkpoint with the step number `num_files`. It holds `num_files` tensors, each in a
+    separate file.
+    """
     folder = run.checkpoints.path(num_files)
     state = {f"tensor.{i}": torch.full((2,), float(i)) for i in range(num_files)}
     each = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
@@ -332,7 +353,9 @@ class Strange(EOFError):
 
 
 def meet_an_error() -> list[str]:
-    """Raises errors on rank 1, and one on rank 0. Returns the errors that this rank catches."""
+    """Raises four errors on rank 1 and one error on rank 0. Returns the errors that `raised_on_all`
+    raises on this rank.
+    """
     told = []
     kinds = DamagedCheckpointError, CheckpointError, OSError, DataError, Strange
     for rank, kind in zip((1, 0, 1, 1, 1), kinds, strict=True):
@@ -355,7 +378,9 @@ CheckpointError Strange: seen by rank 1"""
 
 
 def test_read_error_is_not_reported_as_damage(tmp_path: Path, spec, monkeypatch) -> None:
-    """A wrong checksum is damage."""
+    """A read error and a wrong checksum are different errors: only the checksum means that the
+    checkpoint is damaged.
+    """
     run_ranks(1, save_thrice, tmp_path, spec)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     state = {"of.0": torch.zeros(7)}
@@ -374,7 +399,8 @@ def test_read_error_is_not_reported_as_damage(tmp_path: Path, spec, monkeypatch)
     message = "__0_0.distcp is damaged: a tensor's checksum is not"
     with pytest.raises(DamagedCheckpointError, match=message):
         load(checkpoints, 3, state, spec)
-    load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # does not read the damaged tensor
+    # The damaged tensor is not loaded, so no error is raised.
+    load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)
 
 
 @pytest.mark.slow
@@ -392,14 +418,17 @@ def test_flipped_bit_raises_only_damage_errors() -> None:
                 reader._slice_file(file, SimpleNamespace(offset=0, length=len(content)))
             except DamagedCheckpointError:
                 num_found += 1
-    # Padding and unused fields of the zip archive are not checked.
+    # Not every changed byte can be found, because padding and unused fields of the zip archive are
+    # not checked.
     assert num_found > places / 3
 
 
 def test_recover_completes_or_deletes_partial_saves(
     tmp_path: Path,
 ) -> None:
-    """A partial save with a manifest is complete and gets its final name."""
+    """A partial save is a checkpoint folder with a temporary name. If the folder has a manifest,
+    the checkpoint is complete and gets its final name. Otherwise the folder is deleted.
+    """
     left = ("100.partial-1", "200.partial-1", "050.deleting", "200.replaced-2", "300.damaged-1")
     for name in left:
         (tmp_path / f"step_00000{name}").mkdir()
@@ -414,7 +443,9 @@ USERS_NAMES = ("best", "bak", "tar", "keep", "damaged-1", "partial", "deleting.t
 
 
 def test_recover_keeps_folders_named_by_users(tmp_path: Path) -> None:
-    """Only names that the kit gives are deleted, and only folders: copies and archives stay."""
+    """Only folders with names that the kit itself gives are deleted. Copies and archives that a
+    user made are kept.
+    """
     for name in USERS_NAMES:
         folder = tmp_path / f"step_00000030.{name}"
         folder.mkdir()
@@ -429,7 +460,7 @@ def test_recover_keeps_folders_named_by_users(tmp_path: Path) -> None:
 
 
 def test_prune_of_linked_checkpoint_keeps_its_target(tmp_path: Path) -> None:
-    """A user may have moved a checkpoint to another disk and linked it."""
+    """A user may have moved a checkpoint to another disk and put a link in its place."""
     (tmp_path / "aside").mkdir()
     (tmp_path / "aside" / MANIFEST).touch()
     (tmp_path / "step_00000001").symlink_to(tmp_path / "aside")

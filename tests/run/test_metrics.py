@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the writer on a full disk, and MFU and summary with invalid values."""
+"""metrics.jsonl: writing on a full disk, and MFU and summary for invalid values."""
 
 import dataclasses
 import errno
@@ -29,7 +29,9 @@ def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True
 
 
 class SmallDisk(io.FileIO):
-    """A file with limited space. A write takes the bytes that fit, and fails only if none fit."""
+    """A file on a disk with limited space. A write stores the bytes that fit, and raises an error
+    only if no byte fits.
+    """
 
     room = 0
 
@@ -49,14 +51,17 @@ class SmallDisk(io.FileIO):
 def test_metrics_rows_wait_for_free_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, ended: bytes
 ):
-    """Rows are written completely and in order, after a torn last line too."""
+    """All rows are written completely and in order, even if the existing file ends with an
+    incomplete line.
+    """
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before)
     disk = SmallDisk(file, "ab+")
     monkeypatch.setattr(metrics, "appending", lambda _: disk)
     writer = MetricsWriter(file)
     for step in range(1, 60):
-        disk.room = 0 if step < 5 else step % 23  # a row takes 12 bytes, or one more
+        # A row has 12 or 13 bytes, so often only a part of a row fits.
+        disk.room = 0 if step < 5 else step % 23
         try:
             writer.write([{"step": step}] if step % 7 else [])
         except OSError:
@@ -98,7 +103,7 @@ def test_mfu_uses_the_peak_of_each_attempts_device(tmp_path: Path, other: str) -
 
 
 def test_summary_skips_steps_without_a_duration(tmp_path: Path) -> None:
-    """Without any duration, step time, tokens per second and MFU are None."""
+    """If no step has a duration, step time, tokens per second and MFU are None."""
     whole = _metrics(tmp_path / "whole.jsonl", {}).summary()
     lost = {"step_time_s": float("nan")}
     torn = _metrics(tmp_path / "torn.jsonl", {25: lost}).summary()
@@ -112,7 +117,9 @@ def test_summary_skips_steps_without_a_duration(tmp_path: Path) -> None:
     ("too_fast", "why"), [(1, None), (2, "above the peak"), (30, "above the peak")]
 )
 def test_mfu_is_dropped_if_steps_exceed_the_peak(tmp_path, too_fast, why) -> None:
-    """One of 30 steps may exceed the peak, two may not."""
+    """MFU is still computed if one of 30 steps exceeds the peak FLOP/s. If two steps exceed the
+    peak, MFU is dropped.
+    """
     changes = {step: {"step_time_s": 0.01} for step in range(1, too_fast + 1)}
     metrics = _metrics(tmp_path / "m.jsonl", changes)
     assert metrics.why_no_mfu == why and (metrics.mfu() is None) == (metrics.hfu() is None) == (

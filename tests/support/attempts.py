@@ -1,4 +1,6 @@
-"""Attempts of a run, forked from this process: the real trainer without the import of torch."""
+"""Attempts of a run whose ranks are forked from the test process. The ranks run the real trainer.
+Forking saves the import of torch in each rank.
+"""
 
 import contextlib
 import json
@@ -24,9 +26,10 @@ PATIENCE_S = 600.0
 
 
 class Attempt:
-    """One attempt of a run: a process for each device of its plan.
+    """One attempt of a run, with one forked process for each device of the run's plan.
 
-    `sabotage` is called in each rank with its number before the trainer starts.
+    `sabotage` is a function that injects a fault. Each rank calls `sabotage` with its rank number
+    before the trainer starts.
     """
 
     def __init__(
@@ -41,7 +44,8 @@ class Attempt:
         log_path(run.directory, number, 0).parent.mkdir(parents=True, exist_ok=True)
         port = free_port()
         self.codes: dict[int, int] = {}
-        update_state(run.directory, attempt=number, state=JobState.STARTING)  # as a supervisor does
+        # In a real job the supervisor writes this state.
+        update_state(run.directory, attempt=number, state=JobState.STARTING)
         self.pids = [self._fork(rank, port, sabotage) for rank in range(run.plan.num_devices)]
 
     def _fork(self, rank: int, port: int, sabotage: Callable[[int], None] | None) -> int:
@@ -51,7 +55,7 @@ class Attempt:
             return pid
         code = 1
         try:
-            become_rank(keeper)  # dies with the tests
+            become_rank(keeper)  # The kernel kills the rank when the test process ends.
             file = log_path(self.run.directory, self.number, rank)
             log = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             for number in (1, 2):
@@ -71,7 +75,7 @@ class Attempt:
             os._exit(code)
 
     def is_over(self) -> bool:
-        """Whether all ranks have ended, by now."""
+        """Returns whether all ranks have ended, without waiting for them."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -80,7 +84,7 @@ class Attempt:
         return len(self.codes) == len(self.pids)
 
     def wait(self) -> list[int]:
-        """Returns the exit code of each rank."""
+        """Waits until all ranks have ended, and returns their exit codes in rank order."""
         while not self.is_over():
             if time.monotonic() - self.started > PATIENCE_S:
                 self.kill()
@@ -89,13 +93,15 @@ class Attempt:
         return [self.codes[rank] for rank in range(len(self.pids))]
 
     def until_step(self, step: int) -> None:
-        """Waits until the metrics tell of a step; its looks leave the cores to the ranks."""
+        """Waits until the run's metrics contain a step. The file is read only every 20 ms, so that
+        the ranks have the cores.
+        """
         while self.run.metrics().summary()["step"] < step:
             assert not self.is_over(), self.log()
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """SIGKILL to all ranks."""
+        """Sends SIGKILL to all ranks, and waits until they have ended."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 with contextlib.suppress(ProcessLookupError):
@@ -104,12 +110,14 @@ class Attempt:
             time.sleep(0.001)
 
     def log(self, rank: int = 0) -> str:
-        """Returns what a rank has said."""
+        """Returns the log of one rank. Returns an empty string if the log file is missing."""
         file = log_path(self.run.directory, self.number, rank)
         return file.read_text() if file.exists() else ""
 
     def resumed_from(self) -> int | None:
-        """Returns the step that it went on from, None if it did not get so far."""
+        """Returns the step of the checkpoint from which the attempt resumed, or None if the log of
+        rank 0 names no such step.
+        """
         match = re.search(r"resumed from step (\d+)", self.log())
         return int(match[1]) if match else None
 
@@ -117,14 +125,16 @@ class Attempt:
 def finished(
     run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None, **environment: str
 ) -> Attempt:
-    """Returns an attempt that has ended well."""
+    """Runs an attempt to its end and returns it. Fails if a rank ends with another exit code than
+    0.
+    """
     attempt = Attempt(run, number, sabotage, **environment)
     assert not any(attempt.wait()), attempt.log()
     return attempt
 
 
 def before_each_launch(act: Callable[[Trainer], None]) -> None:
-    """Has something done in this rank before each step is launched."""
+    """Makes the trainer of this rank call `act` before it launches each step."""
     launch = Trainer._launch_step
 
     def launched(trainer: Trainer) -> None:
@@ -135,12 +145,12 @@ def before_each_launch(act: Callable[[Trainer], None]) -> None:
 
 
 def lines_of(run: Run) -> list[dict[str, Any]]:
-    """Returns the lines of a run's metrics as they were written, repeated steps too."""
+    """Returns the rows of metrics.jsonl in file order, including rows of repeated steps."""
     return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def size_of(file: Path) -> int:
-    """Returns the bytes of a file, 0 if there is none."""
+    """Returns the size of a file in bytes, or 0 if the file is missing."""
     try:
         return file.stat().st_size
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: writers, and the facts that stand in a manifest."""
+"""Checkpoint writers and manifest fields for the tests of checkpoints."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,9 @@ ALONE = Plan()
 
 
 def facts(spec: ModelSpec, step: int, plan: Plan = ALONE) -> dict[str, Any]:
-    """Returns what a manifest says of a step, beside its attempt, time and files."""
+    """Returns the manifest fields that depend on a step. The writer adds attempt, time and
+    files.
+    """
     samples = step * plan.global_batch_size
     return {
         "step": step,

@@ -1,11 +1,13 @@
-"""What takes the room on a small disk away from a test."""
+"""Fills a small disk for a test."""
 
 import contextlib
 from pathlib import Path
 
 
 def fill(filler: Path, leave: int = 0) -> None:
-    """Takes all room on a file's disk, to the last byte, and gives so many bytes back."""
+    """Fills the disk that holds the file `filler` by writing this file, and then frees `leave`
+    bytes.
+    """
     with filler.open("wb", buffering=0) as stream:
         with contextlib.suppress(OSError):
             while stream.write(bytes(1 << 12)):

@@ -1,4 +1,4 @@
-"""Small models none of whose weights are alike, and whether two models are the same."""
+"""Small models in which no two weights are equal, and an assertion that two models are equal."""
 
 import torch
 
@@ -20,7 +20,9 @@ GPT = ModelSpec.gpt(name="tiny", vocab_size=300, init_std=0.1, **SHAPE)
 
 
 def randomised(spec: ModelSpec) -> Decoder:
-    """Returns a model of no norm or bias of ones and zeros: a swap of two would show."""
+    """Returns a model with random norm weights and biases. The usual values are all ones or zeros,
+    so a test would not detect that two tensors were swapped.
+    """
     decoder, generator = build_decoder(spec).eval(), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -30,7 +32,9 @@ def randomised(spec: ModelSpec) -> Decoder:
 
 
 def assert_equal(found: Decoder, expected: Decoder) -> None:
-    """Fails unless two models have the same spec, but for its name, and equal weights."""
+    """Fails unless two models have equal weights and equal specs. Name and initial standard
+    deviation may differ.
+    """
     unnamed = {"name": "", "init_std": 0.02}
     assert found.spec.replace(**unnamed) == expected.spec.replace(**unnamed)
     theirs = dict(expected.named_parameters())

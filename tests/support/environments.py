@@ -1,9 +1,8 @@
-"""Environments that hold what pip installs for a reader and nothing else, made in seconds: links to
-files of this one.
+"""Virtual environments with exactly the packages that pip installs for a user. An environment is
+made within seconds from links to files of this environment.
 
-A virtual environment of its own, with all packages that the kit's requirements lead to, in the
-versions installed here, and the kit as a wheel built from this checkout. What only a developer has
-is not there.
+Each environment holds the packages that the kit's requirements need, in the versions installed
+here, and the kit as a wheel built from this checkout. Packages for developers only are missing.
 """
 
 import os
@@ -30,16 +29,17 @@ def canonical(name: str) -> str:
 
 
 def installed() -> dict[str, Distribution]:
-    """Returns the packages of this environment by name."""
+    """Returns the installed packages of this environment by name."""
     found = distributions(path=[str(SITE_PACKAGES)])
     return {canonical(distribution.metadata["Name"]): distribution for distribution in found}
 
 
 def closure(*extras: str) -> set[str]:
-    """Returns all packages that pip would install here for this project with some of its extras.
+    """Returns the names of all packages that pip would install on this machine for the kit with
+    these extras.
 
     Raises:
-        KeyError: one of them is not installed here.
+        KeyError: A required package is not installed in this environment.
     """
     here, seen = installed(), set()
     left = [(PROJECT, extra) for extra in ("", *extras)]
@@ -56,13 +56,17 @@ def closure(*extras: str) -> set[str]:
 
 
 def _own(extra: str) -> list[str]:
-    """Returns this checkout's requirements; its installed metadata may be older."""
+    """Returns the requirements of an extra from this checkout. The installed metadata may
+    be older.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project["optional-dependencies"][extra] if extra else project["dependencies"]
 
 
 def build_wheel(folder: Path) -> Path:
-    """Returns a wheel of this checkout's packages, built in `folder` from a copy."""
+    """Builds a wheel of this checkout's packages in `folder`, from a copy of the source. Returns
+    the wheel's path.
+    """
     source = folder / "source"
     leave_out = shutil.ignore_patterns("__pycache__")
     for package in ("kit", "cluster"):
@@ -74,7 +78,9 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path, packages: set[str]) -> Path:
-    """Returns the Python of a new environment with the wheel and links to pip and packages."""
+    """Makes an environment with the wheel, and with links to pip and to the named packages. Returns
+    the path of its Python.
+    """
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     place = folder / SITE_PACKAGES.relative_to(sys.prefix)
@@ -89,12 +95,16 @@ def make_environment(folder: Path, wheel: Path, packages: set[str]) -> Path:
 
 
 def outside(**more: str) -> dict[str, str]:
-    """Returns environment variables without what would lead Python back into the checkout."""
+    """Returns this process's environment variables, without the variables that make Python import
+    the checkout. `more` adds variables.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
 
 
 def _files(distribution: Distribution) -> list[PurePosixPath]:
-    """Returns a package's files but its scripts, which start the Python they were made for."""
+    """Returns a package's files except its scripts, since a script starts the Python of the
+    environment in which it was installed.
+    """
     record = distribution.read_text("RECORD") or ""
     names = (PurePosixPath(line.rsplit(",", 2)[0].strip('"')) for line in record.splitlines())
     return [name for name in names if name.parts[:4] != ("..", "..", "..", "bin")]
@@ -102,7 +112,8 @@ def _files(distribution: Distribution) -> list[PurePosixPath]:
 
 def _link(source: Path, place: Path, name: PurePosixPath) -> None:
     link = place / name
-    if name.parts[0] == "..":  # what JupyterLab serves, and it serves no links
+    # JupyterLab serves these files and serves no links, so they are copied.
+    if name.parts[0] == "..":
         link.parent.resolve().mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, link)
     elif not link.is_symlink():

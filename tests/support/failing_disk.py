@@ -1,5 +1,5 @@
-"""Makes a file system slow, or failing, for programs that are started from here, by a library that
-is compiled from `failing_disk.c` and preloaded into them.
+"""Makes file system calls of started programs slow or fail. A library, compiled from
+`failing_disk.c`, is preloaded into the programs.
 """
 
 import contextlib
@@ -10,19 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 Fault = tuple[str, int, int, str]
-"""Call, error number or 0, delay in milliseconds, pattern of paths below a folder."""
+"""One fault: (name of the C function, error number or 0 for no error, delay in milliseconds,
+pattern of file paths below a folder).
+"""
 
 
 def compiler() -> str | None:
-    """Returns the C compiler of this machine, or None if there is none."""
+    """Returns the path of this machine's C compiler, or None."""
     return shutil.which("gcc") or shutil.which("cc")
 
 
 def compile_library(folder: Path) -> Path:
-    """Returns the library that makes calls slow or fail, compiled into a folder.
+    """Compiles the library that makes calls slow or fail into a folder, and returns its path.
 
     Raises:
-        RuntimeError: there is no C compiler.
+        RuntimeError: This machine has no C compiler.
     """
     found = compiler()
     if found is None:
@@ -35,11 +37,11 @@ def compile_library(folder: Path) -> Path:
 
 
 class FailingDisk:
-    """A disk that fails for the programs that are started inside `preloaded`.
+    """A disk with faults for the programs that are started in the context `preloaded`.
 
     Args:
-        library: the compiled library.
-        rules: file of the rules in effect, which need not exist.
+        library: Path of the compiled library.
+        rules: File with the present faults. The file may be missing.
     """
 
     def __init__(self, library: Path, rules: Path) -> None:
@@ -47,7 +49,9 @@ class FailingDisk:
 
     @contextlib.contextmanager
     def preloaded(self) -> Iterator[None]:
-        """Sets the variables by which a program started in the block gets the library."""
+        """Sets the environment variables that preload the library into programs started in the
+        with-block.
+        """
         added = {"LD_PRELOAD": str(self.library), "FAILING_DISK": str(self.rules)}
         os.environ.update(added)
         try:
@@ -58,12 +62,12 @@ class FailingDisk:
 
     @property
     def num_hits(self) -> int:
-        """Number of calls so far that were slow or failed."""
+        """Number of calls so far that the library made slow or made fail."""
         hits = self.rules.with_name(f"{self.rules.name}.hits")
         return hits.stat().st_size if hits.exists() else 0
 
     def begin(self, folder: Path, *faults: Fault) -> None:
-        """Begins some faults of files in a folder, instead of those in effect."""
+        """Starts faults for files in a folder. The new faults replace all earlier faults."""
         lines = [
             f"{call} {code} {delay_ms} {folder}/{pattern}\n"
             for call, code, delay_ms, pattern in faults
@@ -73,5 +77,5 @@ class FailingDisk:
         part.replace(self.rules)
 
     def end(self) -> None:
-        """Ends all faults."""
+        """Ends all faults, so that file system calls succeed again."""
         self.rules.unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""What each fault costs in steps, bytes and seconds: rows for results/training_faults.json."""
+"""Cost of each fault in steps, bytes and seconds, collected as rows for
+results/training_faults.json.
+"""
 
 import numpy as np
 
@@ -15,7 +17,8 @@ def cost(
     name: str, value: float, unit: str = "", *, at_most: float | None = None, note: str = ""
 ) -> None:
     ROWS.append(row(name, round(value, 2), unit, at_most=at_most, note=note))
-    # The row tells a missed target; a busy machine alone must not fail the test.
+    # A row reports a missed target. The limit in seconds is three times as long here, because a
+    # busy machine alone must not fail the test.
     slack = 3 if unit == "s" else 1
     assert at_most is None or value <= slack * at_most, (name, value, note)
 
@@ -27,7 +30,7 @@ def weights(run: Run) -> dict[str, np.ndarray]:
 
 
 def assert_same(ours: Run, theirs: Run) -> None:
-    """Losses, gradient norms and final weights are the same, bit for bit."""
+    """Asserts that losses, gradient norms and final weights of two runs are bit-identical."""
     for name in ("step", "loss", "grad_norm"):
         np.testing.assert_array_equal(ours.metrics()[name], theirs.metrics()[name], err_msg=name)
     expected = weights(theirs)

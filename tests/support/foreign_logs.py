@@ -1,4 +1,6 @@
-"""Logs as trainers print them: public lines, with their sources, and some built like them."""
+"""Logs in the formats of other trainers: lines of public logs with their sources, and generated
+lines in the same formats.
+"""
 
 import datetime
 import json
@@ -6,12 +8,12 @@ from pathlib import Path
 
 
 def public(name: str) -> str:
-    """Returns the lines of a public log."""
+    """Returns the lines of a public log, stored as a data file."""
     return (Path(__file__).parents[1] / "interop" / "data" / f"{name}.log").read_text()
 
 
 def arguments(words: str) -> dict[str, str]:
-    """Returns Megatron's arguments of words `name=value`."""
+    """Returns Megatron's arguments by name, from text of the form `name=value name=value`."""
     return dict(word.split("=", 1) for word in words.split())
 
 
@@ -22,13 +24,17 @@ ARGUMENTS = arguments(
     " tensor_model_parallel_size=8 world_size=128 virtual_pipeline_model_parallel_size=None"
     " zero_stage=0"
 )
-"""LUMI, 175B: github.com/spyysalo/lumi-llm-scaling, meg-ds/experiments/175B-scaling-comms."""
+"""Arguments of LUMI's 175B run. Source: github.com/spyysalo/lumi-llm-scaling,
+meg-ds/experiments/175B-scaling-comms.
+"""
 FRONTIER = ARGUMENTS | arguments(
     "bf16=False fp16=True ffn_hidden_size=49152 hidden_size=12288 micro_batch_size=1"
     " num_attention_heads=96 num_layers=96 pipeline_model_parallel_size=16"
     " tensor_model_parallel_size=4 zero_stage=1.0"
 )
-"""The run with "149 TFLOPs": github.com/sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a, logs/."""
+"""Arguments of the Frontier run whose log reports "149 TFLOPs". Source:
+github.com/sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a, logs/.
+"""
 MODERN = arguments(
     "bf16=True context_parallel_size=2 cp_comm_type=['p2p'] fp8=None fp8_recipe=delayed"
     " group_query_attention=True hidden_size=4096 ffn_hidden_size=14336 log_interval=10 lr=0.0003"
@@ -39,15 +45,19 @@ MODERN = arguments(
     " untie_embeddings_and_output_weights=True use_distributed_optimizer=True window_size=None"
     " world_size=64"
 )
-"""As the logs of today's Megatron-LM have them: megatron/training/arguments.py."""
+"""Arguments as printed by today's Megatron-LM. Source: megatron/training/arguments.py."""
 ENDING = public("megatron-end")
-"""As Megatron-LM ends; numbers of a public log."""
+"""Last lines of a Megatron-LM log. The numbers come from a public log."""
 NEOX = public("gpt-neox")
-"""As megatron/logging.py and neox_args.py of github.com/EleutherAI/gpt-neox print it."""
+"""Log of GPT-NeoX, in the format of megatron/logging.py and neox_args.py. Source:
+github.com/EleutherAI/gpt-neox.
+"""
 
 
 def bar(step: int, clock: str, loss: str = "7.560") -> str:
-    """Returns a progress bar of NeuronX Distributed Training, as in its pre-training tutorial."""
+    """Returns a progress bar of NeuronX Distributed Training, in the format shown in its
+    pre-training tutorial.
+    """
     return (
         f"Epoch 0:   0%|          | {step}/301501 [{clock}<1573:03:24, 18.79s/it, loss=7.75,"
         f" v_num=3-16, reduced_train_loss={loss}, lr=0.0003, global_step={step - 1}.0,"
@@ -56,7 +66,7 @@ def bar(step: int, clock: str, loss: str = "7.560") -> str:
 
 
 def short_bar(count: int, clock: str, global_step: str, samples: str, loss: float = 2.5) -> str:
-    """Returns a bar whose numbers tqdm has made as short as it does."""
+    """Returns a progress bar with numbers in the shortened form that tqdm prints, such as 1e+3."""
     return (
         f"Epoch 0:  50%|xx| {count}/301501 [{clock}<1:00, 18.79s/it, reduced_train_loss={loss},"
         f" global_step={global_step}, consumed_samples={samples}]\n"
@@ -71,29 +81,35 @@ REDRAWN = (
     bar(192, "1:00:06", "nan"),
 )
 BARS = "\r".join(REDRAWN)
-"""On one line, the last without an end."""
+"""Progress bars separated by carriage returns on one line. The last bar has no line end."""
 TORCHTITAN = public("torchtitan")
-"""github.com/pytorch/torchtitan, pull request 3393."""
+"""Log of torchtitan. Source: github.com/pytorch/torchtitan, pull request 3393."""
 EVERY_TEN = public("torchtitan-every-ten")
-"""github.com/pytorch/ao, docs/source/pretraining.rst."""
+"""Log of torchtitan that reports every tenth step. Source: github.com/pytorch/ao,
+docs/source/pretraining.rst.
+"""
 RANKS = public("torchtitan-ranks")
-"""github.com/pytorch/torchtitan, pull request 2389."""
+"""Log of several torchtitan ranks. Source: github.com/pytorch/torchtitan, pull request 2389."""
 NANOGPT = public("nanogpt")
-"""github.com/karpathy/nanoGPT, issue 178."""
+"""Log of nanoGPT. Source: github.com/karpathy/nanoGPT, issue 178."""
 NANOGPT_NAN = public("nanogpt-nan")
-"""github.com/karpathy/nanoGPT, issue 215."""
+"""Log of nanoGPT with a NaN loss. Source: github.com/karpathy/nanoGPT, issue 215."""
 MAXTEXT = public("maxtext")
-"""github.com/AI-Hypercomputer/maxtext, pull request 4847."""
+"""Log of MaxText. Source: github.com/AI-Hypercomputer/maxtext, pull request 4847."""
 NEMO = public("nemo")
-"""github.com/aws-samples/awsome-distributed-training, the ESM-2 test case, with srun's labels."""
+"""Log of NeMo with srun's rank labels. Source: github.com/aws-samples/awsome-distributed-training,
+the ESM-2 test case.
+"""
 NEMO_MEMORY = public("nemo-memory")
-"""github.com/NVIDIA/dgxc-benchmarking, Llama 3.1."""
+"""Log of NeMo with memory use. Source: github.com/NVIDIA/dgxc-benchmarking, Llama 3.1."""
 OLD_MAXTEXT = public("maxtext-old")
-"""github.com/AI-Hypercomputer/maxtext, issue 8; the last two lines from its documentation."""
+"""Log of an old MaxText. Source: github.com/AI-Hypercomputer/maxtext, issue 8. The last two lines
+come from its documentation.
+"""
 
 
 def trained(*values: float) -> dict[str, float]:
-    """Returns an entry of the history of transformers' Trainer."""
+    """Returns one entry of `log_history` in the trainer_state.json of transformers' Trainer."""
     names = ("epoch", "grad_norm", "learning_rate", "loss", "step")
     return dict(zip(names, values, strict=True))
 
@@ -117,11 +133,13 @@ TRAINER_STATE = json.dumps(
     },
     indent=2,
 )
-"""github.com/Jaong/Checkpoint-of-CPT at 6a9b832, trainer_state.json, shortened."""
+"""Shortened trainer_state.json of transformers' Trainer. Source: github.com/Jaong/Checkpoint-of-CPT
+at 6a9b832.
+"""
 
 
 def head(arguments, *, vocabulary, engine_micro_batch=None, label="") -> str:
-    """Returns what Megatron prints before its first step."""
+    """Returns the lines that Megatron prints before its first step."""
     lines = ["------------------------ arguments ------------------------"]
     lines += [f"  {name} {'.' * (49 - len(name))} {value}" for name, value in arguments.items()]
     lines += ["-------------------- end of arguments ---------------------"]
@@ -145,7 +163,7 @@ def line(
     milliseconds: bool = False,
     tflops: float = 67.05,
 ) -> str:
-    """Returns Megatron-DeepSpeed's line about a step."""
+    """Returns the line that Megatron-DeepSpeed prints for one step."""
     elapsed = f"(ms): {1000 * seconds:.1f}" if milliseconds else f"(s): {seconds:.2f}"
     return (
         f" iteration {step:8d}/{total:8d} | consumed samples: {step * batch:12d} | elapsed time per"
@@ -161,14 +179,16 @@ def lines(*steps: int, seconds: float = 346.0) -> str:
 
 
 def lumi(steps: range = range(1, 5)) -> str:
-    """Returns the log of LUMI, as srun labels it."""
+    """Returns the log of LUMI's run, with the rank labels that srun adds."""
     return head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2, label="  0: ") + "".join(
         "127: " + line(step, 346.65) for step in steps
     )
 
 
 def frontier(engine_micro_batch: int | None = 4) -> str:
-    """Returns the log with "149 TFLOPs", of an engine that ran a quarter of what it prints."""
+    """Returns the log of Frontier's run with "149 TFLOPs". DeepSpeed ran only a quarter of the
+    micro-batch size that Megatron printed, so the speed is printed four times too high.
+    """
     return (
         head(FRONTIER, vocabulary=50688, engine_micro_batch=engine_micro_batch)
         + "".join(
@@ -180,7 +200,7 @@ def frontier(engine_micro_batch: int | None = 4) -> str:
 
 
 def modern(label: str = "", **changed: object) -> str:
-    """Returns a log of today's Megatron-LM with some of its arguments changed."""
+    """Returns a log of today's Megatron-LM. Keywords change its arguments."""
     steps = "".join(
         f" [2025-04-14 18:16:{second:02}.123456] iteration {step:8d}/    2500 | consumed samples:"
         f" {step * 64:12d} | elapsed time per iteration (ms): 6000.8 | throughput per GPU"
@@ -193,7 +213,7 @@ def modern(label: str = "", **changed: object) -> str:
 
 
 def hlat(step: int, second: int, norm: str = "3.25") -> str:
-    """Returns a line of HLAT's trainer."""
+    """Returns the line that HLAT's trainer prints for one step."""
     return (
         f"[0]:LOG Wed Dec 21 00:12:{second:02} 2022 - (0, {step}) step_loss : {11.25 - step:.4f}"
         f" learning_rate : 2.80e-06 throughput : 6497.86 param_norm : 12.5 grad-norm : {norm}\n"
@@ -201,7 +221,7 @@ def hlat(step: int, second: int, norm: str = "3.25") -> str:
 
 
 def titan(times: list[datetime.datetime]) -> str:
-    """Returns a line of torchtitan for each time, as in TORCHTITAN."""
+    """Returns one torchtitan log line for each time, in the format of the log TORCHTITAN."""
     return "".join(
         f"[rank0]:[titan] {when:%Y-%m-%d %H:%M:%S},000 - root - INFO - step: {step:2d}"
         f"  loss:  {3 - step / 100:.5f}  grad_norm:  0.8319  memory:  9.46GiB(64.99%)"

@@ -1,7 +1,7 @@
 """Runs the tests in groups, several at a time: `python -m tests.support.groups test`, or `quick`.
 
-The output of a group is printed when the group has ended. After a failure the other groups go on.
-Names of groups after `test` or `quick` select some of them.
+The output of a group is printed when the group has ended. After a failure the remaining groups
+still run. Further arguments select groups by name.
 """
 
 import argparse
@@ -15,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 POLL_S = 0.2
-"""Seconds between two looks at the groups that run."""
+"""Seconds between two checks whether a running group has ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Tests that one pytest runs."""
+    """Tests that run in one pytest process."""
 
     paths: tuple[str, ...] = ("tests",)
     ignored: tuple[str, ...] = ()
     keywords: str = ""
-    """Expression of pytest's option `-k`."""
+    """Expression for pytest's option `-k`, which selects tests by name."""
 
     def command(self, *options: str) -> list[str]:
-        """Returns the command that runs the group. Its output is not buffered, so that a killed
-        group leaves what it printed.
+        """Returns the command that runs the group. Output is unbuffered, so that the output of a
+        killed group is not lost.
         """
         command = [sys.executable, "-u", "-m", "pytest", "-q", *options, *self.paths]
         command += [f"--ignore={path}" for path in self.ignored]
@@ -44,7 +44,7 @@ VIEWS = ("tests/browser", "tests/interop", "tests/monitor", "tests/evaluate", "t
 NOTEBOOKS = ("tests/test_notebooks.py",)
 README = ("tests/test_readme.py",)
 LATER_NOTEBOOKS = "04_ or 05_ or 06_ or 07_"
-"""Notebooks that take as long as the others and the README together."""
+"""Notebooks that together take as long as all other notebooks and the README."""
 TEST = {
     "faults": Group(FAULTS),
     "launching": Group(("tests/cluster",), FAULTS),
@@ -54,11 +54,12 @@ TEST = {
     "rest": Group(ignored=("tests/cluster", *README, *NOTEBOOKS, *RANKS, *VIEWS)),
     "views": Group(VIEWS),
 }
-"""Groups of `make test`, in the order of their start."""
+"""Groups of `make test`, in the order in which they start."""
 TEST_AT_A_TIME = 4
-"""Number of groups at a time. Faults and launching mostly wait, for Slurm and for lost nodes to be
-noticed, so two that compute run beside them. With six a test got an eighth of a core on a slow
-machine, and ended at limits made for hangs."""
+"""Number of groups that run at a time. The groups `faults` and `launching` mostly wait, for Slurm
+and for its detection of lost nodes. Two groups that compute therefore run beside them. With six
+groups, a test got an eighth of a core on a slow machine, and exceeded time limits that are meant
+for hangs."""
 MODELS = (
     "tests/cluster",
     "tests/parallel",
@@ -72,15 +73,17 @@ MODELS = (
     "tests/truth",
 )
 QUICK = {"models": Group(MODELS), "rest": Group(ignored=MODELS)}
-"""Groups of `make quick`. `tests/support/quick.py` leaves out what does not only compute."""
+"""Groups of `make quick`. `tests/support/quick.py` skips tests that start processes or are slow."""
 QUICK_AT_A_TIME = 2
 CHECK = ["make", "--no-print-directory", "check"]
-"""Command that checks format, lint and types."""
+"""Command that checks format, lint and types of the source code."""
 
 
 @dataclasses.dataclass
 class Running:
-    """A command that runs, its output so far, and the time of its start."""
+    """A running command, the file with its output, and its start time in seconds of the monotonic
+    clock.
+    """
 
     process: subprocess.Popen[bytes]
     output: IO[Any]
@@ -88,10 +91,11 @@ class Running:
 
 
 def run_groups(commands: Mapping[str, Sequence[str]], at_a_time: int) -> list[str]:
-    """Runs commands by name, at most `at_a_time` together, and returns the names that failed.
+    """Runs commands, given by name, at most `at_a_time` at once. Returns the names of the commands
+    that failed.
 
-    If this process is ended by SIGTERM or an error, the commands that run are ended too. A Ctrl-C
-    reaches them from the terminal, so they are only waited for.
+    If SIGTERM or an error ends this process, the running commands are terminated too. Ctrl-C
+    reaches the commands from the terminal, so this process only waits for their end.
     """
     waiting = dict(commands)
     running: dict[str, Running] = {}
@@ -129,7 +133,7 @@ def _started(command: Sequence[str]) -> Running:
 
 
 def _print_ended(name: str, group: Running, code: int) -> None:
-    """Prints the name, result, time and output of a group that has ended."""
+    """Prints name, result, duration and output of a group that has ended."""
     result = "passed" if code == 0 else f"failed with exit code {code}"
     print(f"==== {name}: {result} after {time.monotonic() - group.began:.0f} s", flush=True)
     with group.output:
@@ -139,7 +143,7 @@ def _print_ended(name: str, group: Running, code: int) -> None:
 
 
 def main() -> int:
-    """Runs the groups that the command line names and returns the exit code."""
+    """Runs the groups that are named on the command line, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.groups")
     parser.add_argument("tests", choices=("test", "quick"), help="set of tests")
     parser.add_argument("names", nargs="*", metavar="GROUP", help="groups of the set; default: all")

@@ -1,4 +1,6 @@
-"""What a stranger may send: pickles that run programs, words that a shell would obey, runs."""
+"""Untrusted input from another user: pickles that run programs, text with shell commands and
+control characters, and run directories.
+"""
 
 import contextlib
 import hashlib
@@ -34,13 +36,13 @@ SCRIPT = (
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]8;;http://evil\x1b\\click\u202e"
 MARKUP = "[link=http://evil]click[/link][bold red]x[/]"
 STEPS = 40
-"""Of a finished run."""
+"""Number of steps of the run that `finished_run` writes."""
 STRANGER = 65534
-"""Owns nothing, and is called nobody."""
+"""Number of a user without privileges, usually named nobody, who owns no files."""
 
 
 class Reduced:
-    """Is pickled as whatever it is told."""
+    """Object whose pickle calls any given function: `parts` is the value of `__reduce__`."""
 
     def __init__(self, parts: tuple) -> None:
         self.parts = parts
@@ -50,14 +52,16 @@ class Reduced:
 
 
 class Payload(Reduced):
-    """Unpickled by an ordinary reader, it makes the folder `canary`."""
+    """Object whose pickle creates the folder `canary` if a reader loads it without protection."""
 
     def __init__(self, canary: Path) -> None:
         super().__init__((os.mkdir, (str(canary),)))
 
 
 def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "data") -> Run:
-    """Returns a run that has done its 40 steps, one of them with a loss that is an alert."""
+    """Returns a finished run of 40 steps, written without training. The loss of step 21 is NaN,
+    which raises an alert.
+    """
     plan, recipe = Plan(global_batch_size=8), Recipe(data=data, num_steps=40)
     site = Site.load("laptop").with_measured_peak("fp32", 1e12, "test")
     spec = spec or ModelSpec.preset("demo")
@@ -77,20 +81,24 @@ def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "da
 
 
 def running(run: Path, **changes: Any) -> None:
-    """Makes the job of a finished run one that goes on, as far as its heartbeat tells."""
+    """Changes the files of a finished run so that its job counts as running, with a fresh
+    heartbeat. `changes` replace fields of state.json.
+    """
     (run / "exit.json").unlink(missing_ok=True)
     state = {"attempt": 1, "step": 40, "heartbeat": time.time(), "step_time_s": 1.0, **changes}
     RunState(state=JobState.RUNNING, **state).write(run / "state.json")
 
 
 def process_of(pid: int) -> Process:
-    """Returns the identity of a process of this machine, as anybody can read it there."""
+    """Returns the identity of a process on this machine: its number and start time, which every
+    user can read.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return Process.current().replace(pid=pid, start_ticks=int(fields[19]))
 
 
 def save_checkpoint(run: Run) -> None:
-    """Writes a whole checkpoint of the first weights, with AdamW's state, as its trainer would."""
+    """Writes a complete checkpoint with initial weights and AdamW's state, as the trainer would."""
     import torch
 
     from kit.model import build_decoder
@@ -105,7 +113,9 @@ def save_checkpoint(run: Run) -> None:
 
 
 def tree(folder: Path) -> dict[str, tuple]:
-    """Returns of each thing in a folder its kind and mode, size, time and content."""
+    """Returns a dict from each path below a folder to (file mode with type, size in bytes,
+    modification time in ns, hash of the content or target of the link).
+    """
     found = {}
     for path in [folder, *folder.rglob("*")]:
         about, content = path.lstat(), ""
@@ -119,7 +129,9 @@ def tree(folder: Path) -> dict[str, tuple]:
 
 
 def open_to_all(folder: Path, owner: int | None = None) -> None:
-    """Lets everybody write everything in a folder, and gives it to somebody."""
+    """Makes all files below a folder readable and writable for every user. If `owner` is given, the
+    files also get this owner.
+    """
     for path in [folder, *folder.rglob("*")]:
         if owner is not None:
             os.chown(path, owner, owner, follow_symlinks=False)
@@ -130,10 +142,11 @@ def open_to_all(folder: Path, owner: int | None = None) -> None:
 def in_a_child(
     work: Callable[[], Any], user: int | None = None, limit_s: float | None = None
 ) -> Any:
-    """Returns what a function returns, in a child of this process; `user`: as somebody else.
+    """Runs a function in a forked child process and returns its result. With `user`, the child runs
+    as that user number.
 
     Raises:
-        AssertionError: it raises; with its traceback.
+        AssertionError: The function raised an exception. The text is its traceback.
         TimeoutError: The function has not returned after `limit_s` seconds.
     """
     context = multiprocessing.get_context("fork")
@@ -164,20 +177,22 @@ def in_a_child(
 
 
 class Said(NamedTuple):
-    """How a command ended: its exit code, and all that it printed."""
+    """Result of a command: its exit code, and everything that it printed."""
 
     code: int
     text: str
 
 
 def kit(*words: str | Path, ctrl_c_after_s: float = 60.0) -> Said:
-    """Runs a command of the kit in this process, as a shell would."""
+    """Runs a command of the kit in this process, with the exit codes that a shell would get. After
+    `ctrl_c_after_s` seconds SIGINT is sent, as by Ctrl-C.
+    """
     from kit.cli.app import run
 
     said, code = io.StringIO(), 0
     thread = threading.get_ident(), signal.SIGINT
     pressed = threading.Timer(ctrl_c_after_s, signal.pthread_kill, thread)
-    # What a shell starts in the background ignores it from the start.
+    # A shell starts background programs with SIGINT ignored, so the default handler is set here.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     before, sys.argv = sys.argv, ["kit", *map(str, words)]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -199,7 +214,7 @@ def kit(*words: str | Path, ctrl_c_after_s: float = 60.0) -> Said:
 
 
 def leaves(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (words, command) of each command that is not a group of commands."""
+    """Yields (words, command) for each command of the command line that has no subcommands."""
     for word, inner in getattr(command, "commands", {}).items():
         yield from leaves(inner, f"{name} {word}".strip())
     if not hasattr(command, "commands"):
@@ -215,11 +230,11 @@ output_type: loglikelihood
 doc_to_text: "{{{{text}}}}"
 doc_to_target: "{{{{answer}}}}"
 """
-"""A definition of a task of lm-eval."""
+"""Definition of a task of lm-eval, with the path of its items to be filled in."""
 
 
 def write_task(folder: Path) -> Path:
-    """Writes a task of four items, and returns the file with its definition."""
+    """Writes a task of lm-eval with four items, and returns the file with its definition."""
     items, task = folder / "items.jsonl", folder / "task.yaml"
     items.write_text('{"text": "a b", "answer": "c"}\n' * 4)
     task.write_text(TASK.format(lines=items))
@@ -241,11 +256,11 @@ QUESTIONS = ("squeue ", "sacct ", "sinfo ", "scontrol show ", "scontrol --onelin
 
 
 class Calls:
-    """Commands that would reach another machine: fakes in a folder for the PATH, which record that
-    they were called.
+    """Fake versions of the programs that contact other machines, in a folder for PATH. Each fake
+    program records its calls.
 
-    Slurm's are of a cluster on which job 777 of this user runs; it was submitted in the folder
-    `place`.
+    The fake Slurm reports one running job of this user, number 777. Its working directory is the
+    folder `place`.
     """
 
     def __init__(self, folder: Path, place: Path) -> None:
@@ -257,14 +272,16 @@ class Calls:
             (folder / name).chmod(0o755)
 
     def taken(self) -> list[str]:
-        """Returns the calls since the last time, as NAME [SLURM_CONF] WORDS."""
+        """Returns the calls recorded since the last query, each as "NAME [SLURM_CONF]
+        ARGUMENTS".
+        """
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.file.unlink(missing_ok=True)
         return lines
 
 
 def beyond_questions(calls: Sequence[str], strange: Path) -> list[str]:
-    """Returns the calls that did more than ask the user's own Slurm."""
+    """Returns the calls that did more than query the user's own Slurm cluster."""
     harmless = [call for call in calls if str(strange) not in call.partition("]")[0]]
     asked = [call for call in harmless if call.replace("[] ", "", 1).startswith(QUESTIONS)]
     return [call for call in calls if call not in asked]

@@ -1,4 +1,4 @@
-"""A JupyterLab server of one's own, and a notebook in it as a person handles it."""
+"""A separate JupyterLab server, and a notebook in a browser that is controlled as by a person."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,9 @@ import psutil
 
 from tests.support.environments import outside
 
-PATIENCE_S = 180.0  # of every wait: it ends a hang; a server took over 60 s beside 20 processes
+# Limit of every wait, in seconds, which ends a hang. The start of a server took over 60 s while 20
+# processes ran.
+PATIENCE_S = 180.0
 READY = """async () => { while (!window.jupyterapp) await new Promise(r => setTimeout(r, 50));
   const app = window.jupyterapp; await app.restored;
   let w; while (!(w = app.shell.currentWidget)?.sessionContext) await new Promise(r => setTimeout(r, 50));
@@ -33,7 +35,7 @@ OUTPUT = """(i) => window.jupyterapp.shell.currentWidget.content.widgets[i].mode
   .map(o => Array.isArray(o.text) ? o.text.join('') : (o.text || o.evalue || '')).join('')"""
 SAVE = "async () => await window.jupyterapp.shell.currentWidget.context.save()"
 VIEW, LOST = ".kit-monitor[data-draws]", ".jp-OutputArea-output:has-text('not found')"
-# Cells off screen have no DOM otherwise.
+# Windowing is off, because JupyterLab otherwise has no DOM elements for cells off screen.
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -55,7 +57,7 @@ PLACES = {
 
 
 def why_not() -> str | None:
-    """Returns what is missing for a measurement in a browser, and how to get it."""
+    """Returns what is missing for a test in a browser and how to install it, or None."""
     for module in ("playwright", "jupyterlab"):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed: pip install {module}"
@@ -63,14 +65,14 @@ def why_not() -> str | None:
 
 
 def chromium() -> str | None:
-    """Returns the path of this machine's Chromium or Chrome."""
+    """Returns the path of this machine's Chromium or Chrome, or None."""
     found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     return next(filter(None, found), None)
 
 
 @contextlib.contextmanager
 def headless() -> Iterator[Any]:
-    """A headless Chromium of this machine; nothing is downloaded."""
+    """Starts this machine's Chromium without a window. Nothing is downloaded."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -80,7 +82,9 @@ def headless() -> Iterator[Any]:
 
 
 class Lab:
-    """A JupyterLab server of an environment, with settings of its own, that serves `folder`."""
+    """A JupyterLab server that serves `folder`, run by the Python of an environment with separate
+    settings.
+    """
 
     def __init__(self, python: Path, home: Path, folder: Path, **environment: str) -> None:
         self.python, self.home, self.folder, self.log = python, home, folder, home / "server.log"
@@ -92,7 +96,7 @@ class Lab:
         self.start()
 
     def start(self) -> None:
-        """Starts the server and waits for its first answer."""
+        """Starts the server and waits until it answers a request."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -106,24 +110,24 @@ class Lab:
         wait_until(self._answers, self._last_words)
 
     def stop(self) -> None:
-        """Ends the server and its kernels, as Ctrl-C twice would."""
+        """Ends the server and its kernels, as pressing Ctrl-C twice would."""
         server, left = self.process, []
         if server.poll() is None:
             left = psutil.Process(server.pid).children(recursive=True)
         server.terminate()
-        # It waits for a kernel that does not end.
+        # The server waits for its kernels. A kernel that does not end is killed below.
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(15)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                # And not a job that a kernel has started.
+                # Only kernels are killed, not jobs that a kernel has started.
                 if "ipykernel" in " ".join(process.cmdline()):
                     process.kill()
         server.kill()
         server.wait()
 
     def foreign_connections(self) -> list[str]:
-        """Returns addresses outside this machine to which server and kernels are connected."""
+        """Returns the addresses of other machines to which the server or a kernel is connected."""
         server = psutil.Process(self.process.pid)
         peers = [
             connection.raddr.ip
@@ -147,11 +151,11 @@ class Lab:
 
 
 class Notebook:
-    """A notebook in a page of its own: cell 0 opens the run, cell 1 shows its dashboard, cell 2
-    is busy until told.
+    """A notebook in a separate browser page. Cell 0 opens the run, cell 1 displays its dashboard,
+    and cell 2 runs until the test ends it.
 
     Attributes:
-        received: bytes that came through its web sockets.
+        received: Number of bytes that the page received through its web sockets.
     """
 
     def __init__(self, browser: Any, lab: Lab, cells: list[str], name: str = "watch.ipynb") -> None:
@@ -165,7 +169,9 @@ class Notebook:
         self.context = None
 
     def open(self, width: int = 1300) -> None:
-        """Opens the notebook in a fresh browser window of some pixels, and waits for its kernel."""
+        """Opens the notebook in a new browser window of `width` pixels, and waits for its
+        kernel.
+        """
         if self.context:
             self.context.close()
         self.context = self.browser.new_context(viewport={"width": width, "height": 1250})
@@ -176,7 +182,7 @@ class Notebook:
         self.page.goto(f"{self.lab.address}/lab/tree/{self.file.name}?reset")
         try:
             self.ready()
-        except Exception:  # JupyterLab itself hangs now and then while it opens
+        except Exception:  # JupyterLab itself sometimes hangs while it opens a notebook.
             self.page.reload()
             self.ready()
 
@@ -188,8 +194,8 @@ class Notebook:
         self.received += len(payload)
 
     def reload(self) -> None:
-        """Reloads the page, again where JupyterLab has lost the view: ipywidgets' `get_model` looks
-        for a model for 2 s, and a page that is held up just then does not look once more.
+        """Reloads the page, up to three times if JupyterLab does not find the dashboard's widget.
+        ipywidgets' `get_model` waits 2 s for a widget model and does not retry on a slow page.
         """
         for _ in range(3):
             self.page.reload()
@@ -200,40 +206,46 @@ class Notebook:
         raise AssertionError(f"no view after three reloads: {self.text('body')[-1500:]}")
 
     def is_heard(self) -> bool:
-        """Whether the kernel has answered all that the page has asked."""
+        """Returns whether the kernel has answered all requests of the page."""
         return self.text(".kit-notice") == ""
 
     def ready(self) -> None:
-        """Waits until the kernel is connected and idle; the tool bar says so too early."""
+        """Waits until the kernel is connected and idle. JupyterLab's tool bar shows this state too
+        early.
+        """
         self.evaluate(READY)
 
     def run_cell(self, number: int, *, wait: bool = True) -> None:
-        """Runs a cell, to its end unless told otherwise."""
+        """Runs a cell. Waits until the cell has ended unless `wait` is False."""
         self.evaluate(RUN_CELL, [number, wait])
 
     def output(self, number: int) -> str:
-        """Returns what a cell has printed."""
+        """Returns the text output of a cell."""
         return self.evaluate(OUTPUT, number)
 
     def attach(self) -> None:
-        """Runs the two cells that show the dashboard."""
+        """Runs the two cells that open the run and display the dashboard."""
         self.run_cell(0)
         self.run_cell(1)
         self.page.wait_for_selector(VIEW)
 
     def save(self) -> nbformat.NotebookNode:
-        """Saves the notebook and returns what is in its file."""
+        """Saves the notebook and returns the content of its file."""
         self.evaluate(SAVE)
         return nbformat.read(self.file, as_version=4)
 
     def evaluate(self, script: str, argument: object = None) -> Any:
-        """Runs a script in the page, which by itself would wait for ever."""
+        """Runs a script in the page. A time limit is added, because Playwright sets no limit for
+        scripts.
+        """
         race = f"""(a) => Promise.race([({script})(a),
             new Promise((_, no) => setTimeout(() => no(new Error('too long')), {1000 * PATIENCE_S}))])"""  # noqa: E501
         return self.page.evaluate(race, argument)
 
     def seen(self, name: str) -> str:
-        """Returns what the dashboard says of itself: state, step, attempt, points, draws."""
+        """Returns an attribute of the dashboard's HTML element: state, step, attempt, points or
+        draws.
+        """
         return self.page.locator(".kit-monitor").last.get_attribute(f"data-{name}") or ""
 
     @property
@@ -247,7 +259,7 @@ class Notebook:
         self.page.get_by_role("button", name=name, exact=True).last.click()
 
     def until(self, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> float:
-        """Waits for a condition, and returns how long that took in seconds."""
+        """Waits until a condition is true, and returns the duration of the wait in seconds."""
         return wait_until(
             condition,
             lambda: self.page.locator("body").inner_text()[-1500:],
@@ -260,14 +272,16 @@ class Notebook:
 
 
 def photograph(page: Any, name: str, *, whole: bool = False) -> None:
-    """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
+    """Saves a screenshot of a page if KIT_SCREENSHOTS names a folder."""
     if folder := os.environ.get("KIT_SCREENSHOTS"):
         file = Path(folder) / f"{name}.png"
         page.screenshot(path=file, full_page=whole, animations="disabled")
 
 
 def wait_until(condition, why, limit_s=PATIENCE_S, pause=lambda ms: time.sleep(ms / 1000)) -> float:
-    """Waits for a condition, returns the seconds that took, and fails with `why` when too late."""
+    """Waits until a condition is true, and returns the duration of the wait in seconds. After
+    `limit_s` seconds, fails with the text that `why` returns.
+    """
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit_s, why()

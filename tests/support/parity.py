@@ -1,7 +1,7 @@
-"""A few steps of a plan, and how far they are from the native engine's on one process: the
-measure of every engine.
+"""Trains a few steps with a plan, and compares the results with the native engine on one process.
+All engines are tested with this comparison.
 
-`python -m tests.support.parity_table` prints it for all engines and layouts.
+`python -m tests.support.parity_table` prints the differences for all engines and layouts.
 """
 
 import os
@@ -19,13 +19,15 @@ from kit.engines.neuron.configuration import needed_environment
 from tests.support.workers import run_ranks
 
 STEPS, BATCH, TOLERANCE = 6, 8, 1e-5
-"""In so many steps a tenth of the weight decay too little moves the gradient norm by 5e-5."""
+"""Number of steps, global batch size in sequences, and largest allowed relative difference. If the
+weight decay is 10 % too small, the gradient norm differs by 5e-5 after these steps.
+"""
 REPEATS, LARGE_STEP = 18, 4e-3
-"""Of `overfit`: a third of the steps, four times as large, tell lost master weights (3 %) nearly
-as 60 did (5 %)."""
+"""Number of steps and learning rate of `overfit`. Lost master weights change the loss by 3 %. Three
+times as many steps at a quarter of the learning rate show hardly more (5 %)."""
 SAME_LEARNING = 0.01
-"""Of the loss after these steps in bf16. Rounding, which each CPU does in its own way, moves it by
-up to 0.0025; a sum over ranks that is lost, as in NxD, by 0.2."""
+"""Largest relative difference of the last loss of `overfit` in bf16. Rounding differs between CPUs
+and changes this loss by up to 0.0025. A lost sum over ranks, as in NxD, changes it by 0.2."""
 RECIPE = Recipe(
     data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5
 )
@@ -33,11 +35,15 @@ CPU = torch.device("cpu")
 ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2}
 
 Trained = tuple[float, list[tuple[float, float]]]
-"""The validation loss before training, then (loss, gradient norm) of each step."""
+"""Training results: (validation loss before training, list of (loss, gradient norm) for
+each step).
+"""
 
 
 def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
-    """Returns a plan of two micro-batches, in a pipeline of four: each stage has its own work."""
+    """Returns a plan with two micro-batches per step. With a pipeline, the plan has four
+    micro-batches, so that the stages work on different micro-batches at the same time.
+    """
     count = 4 if "pipeline_parallel" in changes else 2
     size = BATCH // (count * changes.get("data_parallel", 1))
     given = {"micro_batch_size": size, "global_batch_size": BATCH, "engine": engine}
@@ -45,8 +51,8 @@ def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
 
 
 def some_thorough(layouts: Iterable[str], thorough: Collection[str], *before: str) -> list:
-    """Returns parameters of a test: names of layouts, behind what they have in common, some of
-    which are trained with --thorough only.
+    """Returns test parameters for the named layouts. Layouts in `thorough` are trained only with
+    --thorough. `before` are parameters that precede each name.
     """
     return [
         pytest.param(*before, name, marks=pytest.mark.thorough if name in thorough else ())
@@ -55,12 +61,16 @@ def some_thorough(layouts: Iterable[str], thorough: Collection[str], *before: st
 
 
 def fit(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """Returns the model with no more blocks than it takes: each is paid for on every rank."""
+    """Returns the model with the fewest layers that the plan allows, because each layer takes time
+    on every rank.
+    """
     return spec.replace(num_layers=max(2, plan.num_stages))
 
 
 def build(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE, *, initialise: bool = True) -> Any:
-    """Returns the plan's engine, in a worker process, whose environment it sets."""
+    """Returns the engine of a plan in a worker process. Sets the environment variables that the
+    engine needs.
+    """
     device = CPU
     if plan.engine == "neuron":
         from torch_xla.core.xla_model import xla_device  # pyright: ignore[reportMissingImports]
@@ -71,7 +81,7 @@ def build(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE, *, initialise: b
 
 
 def batches(spec: ModelSpec, plan: Plan, data_rank: int, steps: int = STEPS) -> list[torch.Tensor]:
-    """Returns one replica's part of each step's batch."""
+    """Returns one data-parallel replica's sequences of each step's global batch."""
     share = plan.global_batch_size // plan.data_parallel
     shape = (steps, plan.global_batch_size, spec.sequence_length + 1)
     whole = torch.randint(0, spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
@@ -79,7 +89,7 @@ def batches(spec: ModelSpec, plan: Plan, data_rank: int, steps: int = STEPS) -> 
 
 
 def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
-    """Returns what this rank says of the recipe's steps."""
+    """Trains the recipe's steps on this rank, and returns the training results."""
     engine = build(spec, plan, recipe)
     mine = batches(spec, plan, engine.data_rank, recipe.num_steps)
     return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
@@ -93,7 +103,9 @@ def compare(
     recipe: Recipe = RECIPE,
     run: Callable = run_ranks,
 ) -> dict[str, float]:
-    """Returns `differences` of an engine's layout and the native engine on one process."""
+    """Trains a layout with an engine. Returns its differences from the native engine on one
+    process, as the function `differences` computes them.
+    """
     plan = make_plan(layout, engine)
     spec = fit(spec, plan)
     found = run(plan.num_devices, train, spec, plan, recipe)
@@ -101,7 +113,9 @@ def compare(
 
 
 def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
-    """Returns what this rank says of steps on one batch, which sum up what gradients lack."""
+    """Trains REPEATS steps on one batch, so that errors of the gradient add up. Returns (loss,
+    gradient norm) of each step.
+    """
     engine = build(spec, plan)
     samples = batches(spec, plan, engine.data_rank)[0]
     return [engine.train_step(samples, LARGE_STEP) for _ in range(REPEATS)]
@@ -114,11 +128,13 @@ def assert_trains_in_bf16(
     one_process: Callable,
     run: Callable = run_ranks,
 ) -> None:
-    """Holds a layout in bf16 to the native engine on one process: the gradient, and its effect.
+    """Asserts that a layout trains in bf16 as the native engine on one process: equal first
+    gradient norm, and equal loss after repeated steps on one batch.
 
-    The loss of a few steps on random tokens would not do: it hardly moves, whatever gradients are.
+    The loss of a few steps on random tokens hardly depends on the gradients, so it would not show
+    an error.
     """
-    # micro-batches; the order of more of them is for fp32 to prove.
+    # Number of micro-batches. The fp32 tests check the order of more micro-batches.
     count = 4 if layout.get("schedule") == "zbv" else 2
     size = BATCH // (count * layout.get("data_parallel", 1))
     plan = make_plan({"micro_batch_size": size, **layout, "precision": "bf16"}, engine)
@@ -132,7 +148,9 @@ def assert_trains_in_bf16(
 
 
 def differences(per_rank: list[Trained], reference: Trained) -> dict[str, float]:
-    """Returns the largest relative differences of loss, gradient norm and validation loss."""
+    """Returns the largest relative differences of loss, gradient norm and validation loss between
+    the ranks' results and the reference.
+    """
     assert_agreed(per_rank)
     (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
     pairs = [*zip(steps, expected, strict=True)]

@@ -1,8 +1,9 @@
-"""`python -m tests.support.parity_table`: how far engines and layouts are from native on one rank.
+"""`python -m tests.support.parity_table`: differences between each engine and layout and the native
+engine on one rank.
 
-Largest relative differences of loss, gradient norm and weights (of a tensor: the largest difference
-over the largest weight), over all ranks and ten steps, in fp32, on this machine's CPUs over gloo.
-The Neuron engine runs on the stand-in for NxD.
+The table has the largest relative differences of loss, gradient norm and weights, over all ranks
+and ten steps. For a tensor, the largest difference is divided by its largest weight. Training is in
+fp32 on this machine's CPUs over gloo. The Neuron engine runs on a simulated NxD.
 """
 
 import sys
@@ -38,7 +39,9 @@ ENGINES = {
 
 
 def train_and_leave_weights(spec: ModelSpec, plan: Plan, folder: Path) -> Trained:
-    """Returns what this rank says of ten steps, and leaves its weights in `folder`."""
+    """Trains ten steps and writes this rank's weights to `folder`. Returns (validation loss before
+    training, (loss, gradient norm) of each step).
+    """
     engine = build(spec, plan)
     mine = batches(spec, plan, engine.data_rank, STEPS)
     said = engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
@@ -57,7 +60,9 @@ def train_and_leave_weights(spec: ModelSpec, plan: Plan, folder: Path) -> Traine
 
 
 def measure(spec: ModelSpec, plan: Plan) -> tuple[list[Trained], dict[str, Tensor]]:
-    """Returns what all ranks say, and the whole model's weights after ten steps."""
+    """Trains ten steps on all ranks. Returns (results of `train_and_leave_weights` in rank order,
+    weights of the complete model after the steps).
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         said = run_ranks(plan.num_devices, train_and_leave_weights, spec, plan, folder)

@@ -1,5 +1,5 @@
-"""What every figure keeps to: text of a page's size, three lines of caption, nothing cut,
-nothing on another.
+"""Checks of every figure: size of its text, at most three caption lines, no text cut at the edge,
+no text on other text.
 """
 
 import re
@@ -15,11 +15,11 @@ from kit.show.theme import DARK, TEXT, WIDTH
 
 WATERMARK = "demo scale"
 INKS = ("#ffffff", "#111111")
-"""Grounds of a light and a dark page."""
+"""Background colours of a light and of a dark page."""
 
 
 def check_figure(figure: Any) -> None:
-    """Asserts that a figure can be read on a light and on a dark page of 1,000 pixels."""
+    """Asserts that a figure can be read on a light and on a dark page that is 1,000 pixels wide."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()
     assert figure.get_figwidth() == WIDTH
@@ -39,7 +39,8 @@ def check_figure(figure: Any) -> None:
         assert not here.overlaps(there), (
             f"one on the other: {one.get_text()!r}, {other.get_text()!r}"
         )
-    figure.set_layout_engine("none")  # it has done its work; colours need no second layout
+    # The layout engine has already placed the axes. A change of colours needs no new layout.
+    figure.set_layout_engine("none")
     for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", figure.to_svg())) - set(DARK):
         assert min(_contrast(colour, ground) for ground in INKS) >= 3, (
             f"{colour} has no twin for a dark page"
@@ -50,14 +51,14 @@ BESIDE = ("axes fraction", "data")
 
 
 def check_panels(figure: Any) -> None:
-    """Asserts that no text and no end of an interval leaves its panel, and that no legend or text
-    stands on data.
+    """Asserts that texts and interval ends lie inside their panel, and that no legend or text
+    covers data.
     """
     figure.draw_without_rendering()
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axis in figure.axes:
         inside, title = axis.bbox.padded(2), axis.get_title(loc="left")
-        # What is told of a row stands beside it, on purpose.
+        # Labels of rows are placed beside the panel intentionally, so they may lie outside it.
         beside = [text for text in axis.texts if getattr(text, "xycoords", "") == BESIDE]
         inner = [text for text in axis.texts if text not in beside]
         for text in [text for text in inner if text.get_text() != WATERMARK]:
@@ -68,7 +69,8 @@ def check_panels(figure: Any) -> None:
         paths = _data_paths(axis)
         for path in paths:
             ends = [end for end in np.asarray(path.vertices) if np.isfinite(end).all()]
-            shown = [end for end in ends if inside.containsx(end[0])]  # a panel may be a part of x
+            # A panel may show only a part of the x range.
+            shown = [end for end in ends if inside.containsx(end[0])]
             out = [end for end in shown if not inside.containsy(end[1])]
             assert not out, f"{title}: a limit of the axis cuts data at {out}"
         drawn = [*paths, *(bar.get_path().transformed(bar.get_transform()) for bar in axis.patches)]
@@ -79,14 +81,14 @@ def check_panels(figure: Any) -> None:
 
 
 def check_data(figure: Any) -> None:
-    """Asserts that a figure can be read and that its data are seen."""
+    """Asserts that a figure can be read, and that all its data are visible."""
     check_figure(figure)
     check_panels(figure)
 
 
 def _data_paths(axis: Any) -> list[Path]:
-    """Returns the lines, points, error bars and bands of a panel, in pixels; a level, what a panel
-    is marked with and what lies behind all are no data.
+    """Returns the paths of the data in a panel, in pixels: lines, points, error bars and bands.
+    Reference lines, marks and background shapes are left out.
     """
     lines = [line for line in axis.get_lines() if line.get_transform() == axis.transData]
     paths = [axis.transData.transform_path(line.get_path()) for line in lines]
@@ -97,7 +99,7 @@ def _data_paths(axis: Any) -> list[Path]:
 
 
 def _drawn(figure: Any) -> list[Text]:
-    """Returns the texts that are seen: of tick labels, those within their axis."""
+    """Returns the visible texts of a figure. Tick labels outside their axis limits are left out."""
     sides = [(panel, side) for panel in figure.axes for side in (panel.xaxis, panel.yaxis)]
     labels = {
         text
@@ -114,7 +116,7 @@ def _drawn(figure: Any) -> list[Text]:
 
 
 def _contrast(one: str, other: str) -> float:
-    """Returns the contrast of two colours as WCAG defines it."""
+    """Returns the contrast ratio of two colours as defined by WCAG."""
     light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

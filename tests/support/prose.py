@@ -1,4 +1,4 @@
-"""What the prose of a notebook says in numbers, and what its code and its outputs show."""
+"""Numbers in the sentences of a notebook, and numbers in its code and outputs."""
 
 import re
 from pathlib import Path
@@ -13,14 +13,18 @@ NO_PROSE = re.compile(
     r"|^#[^\n]*$|^\|[^\n]*\|$",
     re.DOTALL | re.MULTILINE,
 )
-"""Of a Markdown cell: code, formulas, tables, headings, links, exercises."""
+"""Matches the parts of a Markdown cell that are no sentences: code, formulas, tables, headings,
+links and exercises.
+"""
 DIGITS = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 SMALLEST = 13
-"""Of whole numbers in digits those that are looked for: a smaller one stands on every page."""
+"""Smallest whole number in digits that is checked. Smaller numbers occur on every page by
+chance.
+"""
 
 
 def markdown(notebook: Path) -> list[str]:
-    """Returns the texts of a notebook as its page has them."""
+    """Returns the Markdown cells of a notebook, in the form that its gallery page has."""
     cells = nbformat.read(notebook, as_version=4).cells
     told = (
         as_on_the_page(notebook.stem, cell.source) for cell in cells if cell.cell_type == "markdown"
@@ -29,13 +33,13 @@ def markdown(notebook: Path) -> list[str]:
 
 
 def prose(notebook: Path) -> str:
-    """Returns the sentences of a notebook."""
+    """Returns the sentences of a notebook's Markdown cells as one text."""
     told = "\n\n".join(NO_PROSE.sub(" ", text) for text in markdown(notebook))
     return " ".join(told.replace("*", "").split())
 
 
 def evidence(notebook: Path) -> str:
-    """Returns the code of a notebook, and the outputs on its page in the gallery."""
+    """Returns the code of a notebook, and the outputs on its gallery page, as one text."""
     cells = nbformat.read(notebook, as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     page = (GALLERY / f"{notebook.stem}.md").read_text(encoding="utf-8")
@@ -45,7 +49,7 @@ def evidence(notebook: Path) -> str:
 
 
 def unseen(text: str, seen: str) -> list[str]:
-    """Returns the numbers in digits that nothing seen is, or rounds to."""
+    """Returns the numbers in `text` to which no number in `seen` is equal or rounds."""
     values = [float(number.replace(",", "")) for number in DIGITS.findall(seen)]
     missing = []
     for number in DIGITS.findall(text):

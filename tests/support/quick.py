@@ -1,8 +1,9 @@
-"""What `make quick` (`pytest --quick`) leaves out, by itself, so that a new test needs no mark.
+"""Selection of the tests that `make quick` (`pytest --quick`) skips. The selection is automatic, so
+a new test needs no mark.
 
-Whatever needs Slurm, a browser or an environment of its own is left out by its fixtures, and all of
-`tests/faults`, which are real runs. A test that starts a Python or a job, or more than two ranks,
-is skipped when it does so. What only computes and is long is marked `slow`.
+Skipped before they start: tests with fixtures for Slurm, a browser or a separate environment, and
+all of `tests/faults`, which use real runs. A test is skipped while it runs if it starts Python, a
+job or more than two ranks. Long tests that only compute have the mark `slow`.
 """
 
 import os
@@ -16,28 +17,34 @@ FIXTURES = {"browser", "slurm_cluster", "reader_python"}
 MARKS = ("slow", "download", "neuron")
 FOLDERS = ("faults",)
 PROGRAMS = ("python", "setsid", "node")
-"""How the names of programs begin that cost seconds; setsid starts the supervisors of jobs."""
+"""Prefixes of the names of programs whose start takes seconds. The supervisors of jobs are started
+by setsid.
+"""
 MOST_RANKS = 2
 THREAD = "pytest.PytestUnhandledThreadExceptionWarning"
 RUNNING: list[list[str]] = []
-"""Of the test that runs with --quick: what it was refused, as reasons to skip it."""
+"""Reasons why the running test must be skipped: one list for each test in progress with --quick."""
 
 
 def leaves_out(item: pytest.Item) -> bool:
-    """Returns whether a test is none of `make quick`, as far as can be told before it runs."""
+    """Returns whether `make quick` skips a test, as far as fixtures, marks and folder
+    decide this.
+    """
     has_fixture = not FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
     is_marked = any(item.get_closest_marker(mark) for mark in MARKS)
     return has_fixture or is_marked or item.path.parent.name in FOLDERS
 
 
 class Quick:
-    """The plugin of `--quick`."""
+    """Pytest plugin for the option `--quick`."""
 
     def __init__(self) -> None:
         sys.addaudithook(_refuse_programs)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:  # a thread that was refused a program ends by an exception
+        # ^If a thread of the test starts a refused program, the exception ends this thread.
+        # Pytest's warning about the end of the thread is then ignored.
+        for item in items:
             item.add_marker(pytest.mark.filterwarnings(f"ignore::{THREAD}"))
 
     @pytest.hookimpl(wrapper=True)
@@ -50,13 +57,15 @@ class Quick:
 
 
 def refuse(reason: str) -> None:
-    """Skips the running test, also where its code or a thread of it holds the exception back."""
+    """Skips the running test, even if its code catches the exception or another thread
+    raised it.
+    """
     RUNNING[-1].append(reason)
     pytest.skip(reason)
 
 
 def refuse_many(ranks: int) -> None:
-    """Refuses more ranks than `make quick` starts."""
+    """Skips the running test if it starts more ranks than `make quick` allows."""
     if RUNNING and ranks > MOST_RANKS:
         refuse(f"more than {MOST_RANKS} ranks are not quick")
 

@@ -1,4 +1,6 @@
-"""Run directories as a job would leave them, written in a moment: for views that only read."""
+"""Run directories as a job would leave them, written within milliseconds for tests of code that
+only reads runs.
+"""
 
 import json
 import math
@@ -25,11 +27,15 @@ from tests.support.runs import new_run
 
 TOKENS = 4096
 STEPS = {1: range(1, 31), 2: range(21, 41)}
-"""Of the attempts of the run in conftest.py; attempt 2 repeats steps 21 to 30."""
+"""Steps of each attempt of the run in conftest.py, by attempt number. Attempt 2 repeats steps 21 to
+30.
+"""
 
 
 def row(step: int, attempt: int = 1, **values: object) -> dict:
-    """Returns one step of 0.5 s and 2,048 tokens; the loss falls by 0.05 a step."""
+    """Returns the metrics row of one step, with 0.5 s and 2,048 tokens. The loss falls by 0.05 per
+    step.
+    """
     return {
         "step": step,
         "attempt": attempt,
@@ -51,7 +57,7 @@ def lines(rows: list[dict]) -> str:
 def made(
     directory, rows, *plans, spec: str | ModelSpec = "demo", site="laptop", planned=80, peak=1e11
 ) -> Run:
-    """Returns a run of these steps and of an attempt for each plan, without a job."""
+    """Returns a run with these metrics rows and one attempt for each plan. The run has no job."""
     where = Site.load(site)
     run = new_run(
         directory,
@@ -77,7 +83,7 @@ def recorded_run(
     state=JobState.RUNNING,
     pipeline=1,
 ) -> Run:
-    """Returns a run whose job is this very process, so that it counts as alive."""
+    """Returns a run whose recorded job is this process, so that the job counts as alive."""
     plan = Plan(
         global_batch_size=4 * ranks, data_parallel=ranks // pipeline, pipeline_parallel=pipeline
     )
@@ -95,7 +101,7 @@ def recorded_run(
 
 
 def rows(first, last, *, spike_at=None, second_attempt_at=None) -> list[str]:
-    """Returns lines of metrics.jsonl for steps `first` to `last`."""
+    """Returns the lines of metrics.jsonl for steps `first` to `last`."""
     told = []
     for step, noise in enumerate(
         np.random.default_rng(first).normal(size=(last + 1 - first, 3)), first
@@ -118,61 +124,63 @@ def rows(first, last, *, spike_at=None, second_attempt_at=None) -> list[str]:
 
 
 def add_rows(run: Run, first: int, last: int) -> None:
-    """Appends steps to the run's metrics."""
+    """Appends the rows of steps `first` to `last` to the run's metrics.jsonl."""
     write(run, rows(first, last))
 
 
 def add_row(run: Run, step: int, **values: object) -> None:
-    """Appends one step with other values."""
+    """Appends the row of one step to the run's metrics.jsonl. Keywords replace its values."""
     write(run, [json.dumps(json.loads(rows(step, step)[0]) | values) + "\n"])
 
 
 def write(run: Run, lines: list[str]) -> None:
-    """Appends lines to the run's metrics."""
+    """Appends lines to the run's metrics.jsonl."""
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.writelines(lines)
 
 
 def alert(message: str, step: int, kind: str = "spike", **values: Any) -> Alert:
-    """Returns a warning of the first attempt."""
+    """Returns an alert of level "warning" from attempt 1."""
     told = {"kind": kind, "level": "warning", "attempt": 1, "time": 1.0} | values
     return Alert(message=message, step=step, **told)
 
 
 def looked_at(run: Run, **options) -> Dashboard:
-    """Returns a dashboard that has read all of a run and has looked at it once."""
+    """Returns a dashboard that has read all metrics of a run and was updated once."""
     return look(Dashboard(run, **options))
 
 
 def look(dashboard: Dashboard) -> Dashboard:
-    """Lets a dashboard read all that is new and look once, and returns it."""
+    """Makes a dashboard read all new metrics and update once. Returns the dashboard."""
     dashboard.catch_up()
     return dashboard
 
 
 def spoil(run: Run, values: dict[int, dict[str, Any]]) -> None:
-    """Replaces values of recorded steps."""
+    """Replaces values in the rows of metrics.jsonl. `values` maps a step to its new values."""
     file = run.directory / "metrics.jsonl"
     told = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row | values.get(row["step"], {})) + "\n" for row in told))
 
 
 def say(run, state, attempt=1, step=0, process=None) -> None:
-    """Writes the state of a job that has just given a sign of life."""
+    """Writes the state.json of a job with a fresh heartbeat. The default process is this
+    process.
+    """
     process = process or Process.current()
     told = RunState(state=state, attempt=attempt, step=step, step_time_s=1.0, process=process)
     told.replace(heartbeat=time.time()).write(run.directory / "state.json")
 
 
 def happened(run: Run, attempt: int, at: float, state: JobState, **fields: Any) -> None:
-    """Appends an event to the history of a job."""
+    """Appends an event to the history.jsonl of a run."""
     event = Event(time=at, attempt=attempt, state=state, **fields)
     with (run.directory / "history.jsonl").open("a") as stream:
         stream.write(json.dumps(event.to_dict()) + "\n")
 
 
 def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1) -> None:
-    """Writes one heartbeat of every rank, one of them slower than the others."""
+    """Writes one heartbeat of every rank. The step of `slow_rank` takes 0.4 s longer."""
     for rank in range(run.plan.num_devices):
         time_s = 1.0 + 0.01 * math.sin(rank * 7 + step) + 0.4 * (rank == slow_rank)
         heartbeat = RankHeartbeat(
@@ -189,7 +197,7 @@ def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1)
 
 
 def dead_process() -> Process:
-    """Returns the identity of a process of this machine that has ended."""
+    """Returns the identity of a process of this machine that has already ended."""
     child = subprocess.Popen(["sleep", "60"])
     start_ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
     child.kill()

@@ -1,4 +1,4 @@
-"""A run as a launch leaves it, without its job."""
+"""Run directories as a launch writes them, without a job."""
 
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from kit.run.checkpoint import Manifest
 def new_run(
     directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
 ) -> Run:
-    """Returns a run whose directory holds what it was asked for."""
+    """Returns a run whose directory holds the files that a launch writes: spec, plan, recipe and
+    site.
+    """
     plan.check(spec)
     run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     run.directory.mkdir(parents=True, exist_ok=True)
@@ -24,8 +26,8 @@ def new_run(
 
 
 def seal(run: Run, step: int) -> None:
-    """Writes the manifest that belongs to the files of a checkpoint, as its trainer would, or
-    somebody who has changed them.
+    """Writes the manifest of a checkpoint, with checksums of the checkpoint's present files. The
+    trainer does this after a save, and an attacker can do this after a change of files.
     """
     folder = run.checkpoints.path(step)
     folder.mkdir(parents=True, exist_ok=True)

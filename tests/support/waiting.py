@@ -1,4 +1,4 @@
-"""Other processes: finding them, and waiting for what they do."""
+"""Functions that find other processes, and that wait for a condition."""
 
 import contextlib
 import os
@@ -9,7 +9,9 @@ from typing import Any
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Returns the first true value of a condition, or its last one when the time is over."""
+    """Returns the first true value of a condition. After `timeout_s` seconds, returns the last
+    value.
+    """
     deadline = time.monotonic() + timeout_s
     while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -17,8 +19,9 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 
 
 def processes(text: str, *variables: str) -> list[int]:
-    """Returns all other processes, on all nodes, whose command line holds a text and whose
-    environment holds these variables; a zombie has neither.
+    """Returns the numbers of other processes whose command line contains `text` and whose
+    environment contains all `variables`. All simulated nodes are searched. A zombie never matches,
+    because its command line and environment are empty.
     """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -1,6 +1,7 @@
-"""Runs a function on several gloo processes, forked from this one.
+"""Runs a function on several gloo ranks, which are forked from this process.
 
-Importing torch costs more than such a test computes, so workers are forked after one import.
+The import of torch takes longer than these tests compute. Therefore this process imports torch once
+before it forks the ranks.
 """
 
 import os
@@ -29,18 +30,18 @@ from tests.support.runs import new_run, seal
 
 
 def local_run(directory: Path, spec: ModelSpec, plan: Plan, recipe: Recipe) -> Run:
-    """Returns a prepared run for this machine."""
+    """Returns a prepared run for the site `laptop`, which is this machine."""
     return new_run(directory, spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
 
 
 def complete_checkpoint(run: Run, state: dict[str, torch.Tensor], step: int) -> None:
-    """Writes a complete checkpoint of these tensors into a run, as the trainer does."""
+    """Writes a complete checkpoint with these tensors into a run directory, as the trainer does."""
     state_dict_saver.save(state, checkpoint_id=run.checkpoints.path(step), no_dist=True)
     seal(run, step)
 
 
 def start_gloo() -> None:
-    """Joins the process group of the ranks of a test."""
+    """Joins this rank to the process group of all ranks of a test."""
     start_process_group()
 
 
@@ -52,13 +53,14 @@ def run_ranks(
     start: Callable[[], Any] = start_gloo,
     method: str = "fork",
 ) -> list[Any]:
-    """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here
-    with its traceback.
+    """Runs a function on several ranks, and returns the values of `function(*args)` in rank order.
+    If a rank raises an exception, this process raises AssertionError with the rank's traceback.
 
     `start` joins the process group. `method` is a start method of multiprocessing.
     """
     quick.refuse_many(num_ranks)
-    import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
+    # Every optimizer imports this module. The import would take over a second in each rank.
+    import torch._dynamo  # noqa: F401
 
     context = mp.get_context(method)
     queue, port = context.SimpleQueue(), free_port()
@@ -105,14 +107,15 @@ def _worker(
 
 
 class StandingRanks:
-    """Gloo ranks that stay, and run one function after another: what torch makes in the first
-    steps of a process costs more than all steps of a tiny model.
+    """Gloo ranks that stay alive and run one function after another. Torch's set-up in the first
+    steps of a process takes longer than all steps of a tiny model.
 
-    For functions that leave their process as they found it. Ranks of which one failed are closed.
+    Use the ranks only for functions that leave no changed state in their process. If one rank
+    fails, all ranks are ended.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        import torch._dynamo  # noqa: F401  # as above
+        import torch._dynamo  # noqa: F401
 
         context, port = mp.get_context("fork"), free_port()
         self.processes, self.pipes = [], []
@@ -121,11 +124,14 @@ class StandingRanks:
             given = rank, num_ranks, os.getpid(), port, there
             self.processes.append(context.Process(target=_serve, args=given, daemon=True))
             self.processes[-1].start()
-            there.close()  # so that a rank that ends is told by the end of its pipe
+            # Only the rank keeps this end open, so that the end of a rank closes the pipe.
+            there.close()
             self.pipes.append(here)
 
     def run(self, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
-        """Returns `function(*args)` of every rank, as `run_ranks` does."""
+        """Runs a function on all ranks, and returns the values of `function(*args)` in rank order.
+        If a rank raises an exception, this process raises AssertionError with the rank's traceback.
+        """
         found: dict[int, Any] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         for pipe in self.pipes:

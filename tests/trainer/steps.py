@@ -1,4 +1,4 @@
-"""A finished training step, as callbacks get it."""
+"""Creates finished training steps in the form that trainer callbacks receive."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Decisions on bad steps, and recipe settings that an engine or a layout does not support."""
+"""Decisions about bad steps (non-finite values and loss spikes), and recipe settings that an engine
+or a layout does not support.
+"""
 
 import math
 from typing import Any
@@ -29,14 +31,18 @@ def test_judge_skips_non_finite_loss_and_gradient():
 
 
 def test_judge_ignores_fp16_gradient_overflow():
-    """DeepSpeed skips steps with overflowing gradients itself. A NaN loss still stops the run."""
+    """DeepSpeed itself skips steps with overflowing fp16 gradients. A NaN loss still stops
+    the run.
+    """
     judge = StepJudge(RECIPE, Plan(engine="deepspeed", precision="fp16", zero_stage=1))
     assert judge.judge(2.0, math.inf)[0] == "go on"
     assert judge.judge(math.nan, 1.0)[0] == "stop"
 
 
 def test_judge_finds_spikes_after_a_full_window():
-    """MAX_BAD_STEPS bad steps in a row stop the run."""
+    """A spike is found only after a full window of losses. MAX_BAD_STEPS bad steps in a row stop
+    the run.
+    """
     judge = StepJudge(RECIPE.replace(on_spike="skip"), Plan())
     for i in range(WINDOW):
         assert judge.judge(100.0, 1.0)[0] == "go on", "too few losses to judge by"
@@ -72,15 +78,17 @@ def test_check_recipe_refuses_unsupported_settings(asked, plan, message):
 
 
 def test_judging_a_step_adds_no_all_reduce(llama_spec):
-    """A refused step leaves the weights unchanged."""
+    """The judge decides whether an update is applied, without a further all-reduce. A step that the
+    judge refuses leaves the weights unchanged.
+    """
     free, kept, dropped = run_ranks(1, collectives_of_a_step, llama_spec)[0]
     assert kept[0] == dropped[0] == free[0] > 0, "being asked costs no collective of the engine's"
     assert free[1] and kept[1] and not dropped[1], "whether the weights have moved"
 
 
 def collectives_of_a_step(spec: ModelSpec) -> list[tuple[int, bool]]:
-    """Returns (number of all-reduces, whether weights changed) of three steps: without a judge,
-    accepted, and refused.
+    """Runs three steps: one without a judge, one that the judge accepts, and one that it refuses.
+    Returns (number of all-reduces, whether weights changed) of each step.
     """
     found = []
     for answer in (None, True, False):

@@ -1,4 +1,6 @@
-"""Heartbeats of ranks: where they are written, and that training does not wait for them."""
+"""Heartbeats of ranks: the directory into which heartbeats are written, and that training does not
+wait for these writes.
+"""
 
 import errno
 import os
@@ -18,7 +20,7 @@ from kit.trainer.requests import Requests
 
 
 def test_late_rank_writes_nothing_into_another_directory(tmp_path, monkeypatch):
-    """Another directory has taken the place of the run directory."""
+    """The run directory was moved, and a new directory has its path."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     run_dir = tmp_path / "run"
@@ -36,7 +38,9 @@ def test_late_rank_writes_nothing_into_another_directory(tmp_path, monkeypatch):
 
 
 def test_silent_ranks_ignore_the_clocks_of_nodes(tmp_path, monkeypatch):
-    """The clock of the second node is an hour behind. The third rank writes no second heartbeat."""
+    """The clock of the second rank's node is an hour behind. The third rank is silent: after its
+    first heartbeat, no second heartbeat follows.
+    """
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     home, notices = RunDirectory(tmp_path), Notices(tmp_path, 1)
@@ -64,7 +68,7 @@ def background(tmp_path):
 
 
 def test_background_work_never_blocks_its_caller(background):
-    """The work hangs, as on a file system whose server does not answer."""
+    """The background work hangs, as on a file system whose server does not answer."""
     release = threading.Event()
     background.add(release.wait)
     background.start()
@@ -126,7 +130,9 @@ def test_request_is_recorded_with_its_step(tmp_path):
 
 
 def test_metrics_complete_torn_line_after_stale_handle(tmp_path, monkeypatch):
-    """A write fails in the middle of a line, with an error that needs a new handle."""
+    """A write fails in the middle of a line with ESTALE, after which the file must be
+    opened again.
+    """
     file = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(file)
     writer.write([{"step": 1}])

@@ -1,4 +1,4 @@
-"""The user's hook, which adds numbers to the metrics of each step, on real ranks."""
+"""Hook of a user, which adds numbers to the metrics of each step, run in real ranks."""
 
 import hashlib
 import json
@@ -41,7 +41,9 @@ def on_step(state):
 
 @pytest.fixture
 def trained(spec, recipe, tmp_path):
-    """Returns a function that trains a run of two pipeline stages with this hook."""
+    """Returns a function that trains a run of two pipeline stages with a given hook source. The
+    function returns the run.
+    """
 
     def trained(text: str, steps: int = 5) -> Run:
         file = tmp_path / "mine.py"
@@ -49,7 +51,8 @@ def trained(spec, recipe, tmp_path):
         short = recipe.replace(num_steps=steps, warmup_steps=0, checkpoint_every=None)
         wanted = short.replace(hook=str(file))
         run = local_run(tmp_path / "run", spec, STAGES, wanted)
-        file.unlink()  # the copy is what runs
+        # The run uses the copy of the hook in its run directory.
+        file.unlink()
         finished(run)
         return run
 
@@ -74,7 +77,7 @@ def test_hook_numbers_reach_metrics_views_and_exports(trained, spec):
 
 
 def test_exception_disables_the_hook_on_all_ranks(trained):
-    """Training continues."""
+    """After the exception, training continues without the hook on all ranks."""
     run = trained(FAILS)
     assert [row.get("hook/x") for row in lines_of(run)] == [1.0, 2.0, None, None, None]
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
@@ -91,7 +94,9 @@ def hook_in(folder: Path, text: str, notices: Any = None) -> Hook:
 
 
 def called(folder: Path, text: str) -> tuple[dict, list[str]]:
-    """Returns (numbers that a hook adds to a row, notices)."""
+    """Runs a hook once for a finished step. Returns (numbers that the hook added to the metrics
+    row, warnings).
+    """
     said, step = [], done()
     row = dict(step.row)
     notices = SimpleNamespace(add=lambda kind, notice, number: said.append(notice))

@@ -1,4 +1,6 @@
-"""Training from Hugging Face weights: the first loss is transformers' loss on every layout."""
+"""Training that starts from Hugging Face weights. On every layout, the first loss equals the loss
+that transformers computes.
+"""
 
 import json
 from pathlib import Path
@@ -34,14 +36,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def of_one_batch(layout: dict[str, Any]) -> Plan:
-    """Returns the plan of a layout whose global batch is BATCH sequences."""
+    """Returns the plan of a layout with a global batch of BATCH sequences."""
     count = 2 if "pipeline_parallel" in layout else 1
     size = BATCH // (count * layout.get("data_parallel", 1))
     return make_plan({"micro_batch_size": size, "global_batch_size": BATCH, **layout})
 
 
 def save(folder: Path, spec: ModelSpec) -> Path:
-    """Writes a random model of two layers with large weights by `save_pretrained` of transformers.
+    """Writes a model of two layers with large random weights by transformers' `save_pretrained`.
     Returns the folder.
     """
     import transformers
@@ -54,7 +56,7 @@ def save(folder: Path, spec: ModelSpec) -> Path:
 
 
 def their_loss(folder: Path, samples: torch.Tensor) -> float:
-    """Returns the loss that transformers computes for these samples."""
+    """Returns the loss of these samples, computed by transformers."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -64,7 +66,7 @@ def their_loss(folder: Path, samples: torch.Tensor) -> float:
 
 
 def first_losses(spec: ModelSpec, plan: Plan, folder: Path, samples: torch.Tensor) -> list[float]:
-    """Returns the losses of two steps on the same samples."""
+    """Trains two steps on the same samples, and returns both losses."""
     engine = build(spec, plan, Recipe(data="none", num_steps=2), initialise=False)
     load_initial_weights(str(folder), spec, engine)
     share = BATCH // plan.data_parallel
@@ -94,8 +96,8 @@ def test_first_loss_equals_transformers_loss(
     "layout", [{}, {"tensor_parallel": 3, "pipeline_parallel": 2}], ids=["one process", "TP3 x PP2"]
 )
 def test_first_loss_of_smollm2_equals_transformers(layout: dict, tmp_path: Path) -> None:
-    """The model has nine query heads and three key/value heads, which two tensor ranks cannot
-    split.
+    """SmolLM2 has nine query heads and three key/value heads. Two tensor ranks could not split
+    these heads, so the layout has three tensor ranks.
     """
     from kit.interop.weights.smollm2 import load_smollm2
 
@@ -110,7 +112,9 @@ def test_first_loss_of_smollm2_equals_transformers(layout: dict, tmp_path: Path)
 
 
 def test_run_starts_from_initial_weights_once(tmp_path: Path, llama_spec, recipe) -> None:
-    """A resumed run loads its own checkpoint, so the initial weights may be deleted."""
+    """A resumed run loads its own checkpoint, so the initial weights may be deleted after the first
+    attempt.
+    """
     folder = save(tmp_path / "theirs", llama_spec)
     spec = load_spec(str(folder)).replace(sequence_length=16)
     recipe = Recipe(data=recipe.data, num_steps=3, learning_rate=1e-9, min_learning_rate=0)
@@ -146,11 +150,12 @@ def test_init_from_refuses_other_model_or_tokenizer(
 
 
 def test_load_spec_reads_config_json(tmp_path: Path, llama_spec) -> None:
-    """The file may be a link, as in the cache of the hub. A spec.json beside config.json comes
-    first. Unsupported configurations are refused.
+    """config.json may be a link, as in the cache of the Hugging Face hub. A spec.json in the same
+    folder has priority. Unsupported configurations are refused.
     """
     folder = save(tmp_path / "theirs", llama_spec)
-    (tmp_path / "blobs").mkdir()  # as in the hub's cache, where snapshots are links
+    # In the cache of the Hugging Face hub, files of a snapshot are links to a folder `blobs`.
+    (tmp_path / "blobs").mkdir()
     (folder / "config.json").rename(tmp_path / "blobs" / "config")
     (folder / "config.json").symlink_to(tmp_path / "blobs" / "config")
     spec = load_spec(str(folder / "config.json"))

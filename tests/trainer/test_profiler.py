@@ -1,4 +1,6 @@
-"""`recipe.profile_steps` are recorded on the ranks of `profile_ranks`, and no others."""
+"""Profiling: the steps in `recipe.profile_steps` are recorded, only on the ranks in
+`profile_ranks`.
+"""
 
 import gzip
 import json
@@ -16,14 +18,16 @@ DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=
 
 
 def recorded(trace: Path) -> int:
-    """Returns the number of optimizer steps in a trace."""
+    """Returns the number of optimizer steps in a profiler trace file."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return sum(event["name"].startswith("Optimizer.step#") for event in events)
 
 
 @pytest.fixture
 def prepared(tmp_path, spec, recipe):
-    """Returns a function that makes or continues a run of two ranks. Keywords change the recipe."""
+    """Returns a function that prepares a run of two ranks, or its continuation. Keywords change the
+    recipe.
+    """
 
     def get(**changes) -> Run:
         asked = recipe.replace(checkpoint_every=None, warmup_steps=0, decay_steps=9, **changes)
@@ -34,7 +38,7 @@ def prepared(tmp_path, spec, recipe):
 
 @pytest.mark.slow
 def test_profile_steps_are_recorded_on_named_ranks(prepared):
-    """A resumed run may name other steps. It records only steps after its checkpoint."""
+    """A resumed run may profile other steps. Only steps after its checkpoint are recorded."""
     run = prepared(num_steps=8, profile_steps=(3, 5), profile_ranks=(1,))
     assert Attempt(run).wait() == [0, 0]
     folder = run.directory / "profile"
@@ -54,7 +58,7 @@ def test_profile_steps_are_recorded_on_named_ranks(prepared):
 
 @pytest.mark.slow
 def test_profiling_tolerates_early_end_and_disk_errors(prepared):
-    """A run that ends before the last profiled step writes the steps that it has. If the profile
+    """If a run ends before the last profiled step, the trace has the steps until then. If the trace
     cannot be written, the run logs a message and continues.
     """
     run = prepared(num_steps=5, profile_steps=(4, 90))
@@ -62,7 +66,8 @@ def test_profiling_tolerates_early_end_and_disk_errors(prepared):
     assert recorded(run.directory / "profile" / "step_4" / "rank_00000.trace.json.gz") == 2
 
     run = prepared(num_steps=100_000, profile_steps=(8, 9))
-    (run.directory / "profile" / "step_8").touch()  # where a folder should be
+    # A file in place of the folder makes the write of the trace fail.
+    (run.directory / "profile" / "step_8").touch()
     attempt = Attempt(run, 2)
     attempt.until_step(12)
     ask(run.directory, "stop")

@@ -1,5 +1,5 @@
-"""The rule for a loss spike: the spikes that it finds, and its use by both the step judge and the
-alerts.
+"""Detection of loss spikes: which steps count as a spike, and that step judge and alerts find the
+same steps.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from kit.trainer.spikes import WINDOW, bad_start, spikes, stands_out
 
 
 def losses(steps: int, seed: int = 3) -> np.ndarray:
-    """Returns losses that fall as in training, with noise of 2 % of the last loss."""
+    """Returns random losses that fall as in training. The noise is 2 % of the last loss."""
     noise = np.random.default_rng(seed).normal(size=steps)
     return 1.9 + 9 * (1 + np.arange(steps) / 30) ** -0.45 + 0.04 * noise
 
@@ -53,15 +53,16 @@ def test_loss_repeated_over_steps_is_one_spike() -> None:
 
 
 GUESS = float(np.log(4096))
-"""Loss of a uniform guess over 4,096 tokens, 8.3 nats."""
+"""Loss of a uniform prediction over 4,096 tokens, 8.3 nats."""
 
 
-# Losses of the demo model at a learning rate of 0.5 after five steps of warm-up.
+# Losses of the demo model with a learning rate of 0.5, after five steps of warm-up.
 TOO_FAST = "8.33 8.18 17.4 18.1 26.7 19.6 13.6 16.5 16.0 20.1 18.9 21.0 20.2 29.7 39.2 44.4 40.0"
-RUINED = "2.1 2.2 2.6 3.4 3.9 4.4 4.8 5.1 5.3 5.4 5.5 5.5 5.6 5.5"  # fine-tuning
+RUINED = "2.1 2.2 2.6 3.4 3.9 4.4 4.8 5.1 5.3 5.4 5.5 5.5 5.6 5.5"  # losses of a fine-tuning run
 WARMING_UP = "8.3 8.4 8.6 8.9 9.0 9.1 9.0 8.8 8.5 8.3 8.0 7.8"
 SMALL_BATCHES = "2.1 2.6 2.4 2.9 2.6 2.5 2.4 2.6 2.5 2.4 2.3 2.4 2.3 2.2"
-# LUMI's 175B at steps 1, 2, 5, 10 and 20 of 128 nodes: 60.7, 60.8, 60.6, 45.0, 10.8
+# Losses between the published losses of LUMI's 175B run on 128 nodes. Published: 60.7, 60.8, 60.6,
+# 45.0 and 10.8 at steps 1, 2, 5, 10 and 20.
 LUMI = "60.7 60.8 60.8 60.7 60.6 59 57 54 50 45 40 36 32 28 24 21 18 15 12.5 10.8 10.5"
 
 
@@ -70,7 +71,8 @@ LUMI = "60.7 60.8 60.8 60.7 60.6 59 57 54 50 45 40 36 32 28 24 21 18 15 12.5 10.
     [
         (TOO_FAST, 11),
         (RUINED, 13),
-        ([60.0 - 0.01 * i for i in range(60)], 39),  # constantly as bad as at the start
+        # The loss stays as bad as at the start.
+        ([60.0 - 0.01 * i for i in range(60)], 39),
         (WARMING_UP, None),
         (SMALL_BATCHES, None),
         (LUMI, None),

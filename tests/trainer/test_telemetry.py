@@ -1,4 +1,4 @@
-"""Measurements beside the training steps on a simulated GPU, and Python's garbage collection."""
+"""Measurements that run beside training, on a simulated GPU, and garbage collection by Python."""
 
 import gc
 import json
@@ -26,7 +26,9 @@ from tests.trainer.steps import done
 
 
 def tensors_in_cycles(spec: ModelSpec, engine_name: str, changes: dict) -> int:
-    """Returns how many tensors are alive after a few steps only because they are part of cycles."""
+    """Trains three steps without garbage collection. Returns the number of tensors that remain
+    alive only because they are in reference cycles.
+    """
     plan = make_plan(changes, engine_name)
     engine = build(spec, plan)
     samples = batches(spec, plan, 0)[0]
@@ -56,7 +58,9 @@ def test_train_step_leaves_no_tensors_in_cycles(llama_spec, engine, changes):
 
 
 def test_garbage_is_collected_at_fixed_steps(monkeypatch):
-    """Code that enables the collector does not change these steps."""
+    """Garbage is collected at fixed steps even if other code enables Python's automatic
+    collection.
+    """
     collected = []
     monkeypatch.setattr(gc, "collect", collected.append)
     try:
@@ -71,7 +75,7 @@ def test_garbage_is_collected_at_fixed_steps(monkeypatch):
 
 
 class Event:
-    """Replaces `torch.cuda.Event`. Its work is done at the second query."""
+    """A simulated `torch.cuda.Event`, which reports at the second query that its work is done."""
 
     looks = 0
 
@@ -90,7 +94,7 @@ class Event:
 
 
 def test_speed_probe_measures_without_waiting(monkeypatch):
-    """The next measurement starts after PROBE_EVERY_S seconds."""
+    """A new measurement starts only PROBE_EVERY_S seconds after the previous one."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(telemetry, "PROBE_SIZE", 16)
     launched = Mock(wraps=torch.mm)
@@ -110,7 +114,7 @@ def test_watchdog_pauses_while_torch_compiles():
     watchdog = Watchdog(
         None, rank=0, alive=lambda: None, look_at_ranks=lambda: None, silent_ranks=lambda: None
     )
-    watchdog.after_step(done())  # the first step has no limit
+    watchdog.after_step(done())  # The watchdog has no time limit for the first step.
     seen = []
     begun, ended = on_compile_start(watchdog.compile_begins), on_compile_end(watchdog.compile_ends)
     try:
@@ -132,7 +136,7 @@ def test_watchdog_pauses_while_torch_compiles():
 
 
 def test_set_environment_keeps_user_settings(tmp_path, monkeypatch):
-    """Only variables that the user has not set get a value."""
+    """Only environment variables that the user has not set are set."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", gpu.TRACE_FILE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
@@ -155,7 +159,7 @@ def test_flight_recorder_is_dumped_beside_the_logs(tmp_path, monkeypatch):
     (file,) = tmp_path.iterdir()
     assert (file.name, file.read_bytes()) == ("nccl_trace_rank_3", b"trace")
     monkeypatch.setenv(gpu.TRACE_FILE, str(tmp_path / "gone" / "trace"))
-    # An error is not reported: the reason for the rank's end stays the last message.
+    # A failed dump prints no error, so that the reason for the rank's end stays the last message.
     gpu.dump_flight_recorder()
 
 
@@ -163,8 +167,8 @@ def test_flight_recorder_is_dumped_beside_the_logs(tmp_path, monkeypatch):
     ("hung_after_s", "waits_s"), [(40.0, 300.0), (200.0, 400.0), (600.0, 600.0), (None, None)]
 )
 def test_shorten_timeouts_follows_hung_after_s(monkeypatch, hung_after_s, waits_s):
-    """Collectives on GPUs get the shorter timeout after the first step. Backends of CPUs keep their
-    timeout.
+    """The shorter timeout applies to collectives on GPUs, after the first step. Backends for the
+    CPU keep their timeout.
     """
     given, (cpu, cuda) = [], map(torch.device, ("cpu", "cuda"))
     backend = SimpleNamespace(_set_default_timeout=given.append)
@@ -188,7 +192,7 @@ def test_gpu_memory_is_in_the_metrics(tmp_path: Path, monkeypatch):
 
 
 def test_busy_time_file_is_opened_once_per_thread(monkeypatch):
-    """The file has the time that a thread has waited for a core."""
+    """The kernel's file says how long a thread has waited for a core."""
     opened, system_open = [], os.open
     monkeypatch.setattr(
         telemetry.os, "open", lambda file, flags: opened.append(file) or system_open(file, flags)

@@ -1,4 +1,6 @@
-"""The watchdog of a rank while the file system hangs, which may be the reason why a step hangs."""
+"""Watchdog of a rank, which ends a rank whose training step hangs. The watchdog works even if the
+file system hangs too, which may be the cause.
+"""
 
 import os
 import time
@@ -16,7 +18,9 @@ from tests.trainer.steps import done
 
 
 def test_hang_timeout_grows_with_the_number_of_ranks():
-    """A value of `hung_after_s` in the recipe comes first."""
+    """By default, many ranks get a longer limit. A value of `hung_after_s` in the recipe replaces
+    this default.
+    """
     recipe, many = Recipe(data="data", num_steps=1), Plan(data_parallel=65, global_batch_size=65)
     assert [patience_s(recipe, plan) for plan in (Plan(), many)] == [150.0, MANY_LIMIT_S]
     for asked in (None, 90.0):
@@ -24,8 +28,8 @@ def test_hang_timeout_grows_with_the_number_of_ranks():
 
 
 def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **settings: Any) -> int:
-    """Returns the exit code of a process with a watchdog that checks every 0.02 s. `log` gets its
-    error output.
+    """Runs `act` in a forked process with a watchdog that checks every 0.02 s. Returns the exit
+    code of the process. Its standard error is written to `log`.
     """
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     if (pid := os.fork()) == 0:
@@ -67,7 +71,8 @@ def test_collectives_are_dumped_before_any_rank_ends(monkeypatch, tmp_path, rank
         time.sleep(30)
 
     def act(dog: Watchdog) -> None:
-        dog.after_step(done(100.0))  # the first step compiles: its duration sets no limit
+        # The first step compiles, so its long duration does not raise the limit.
+        dog.after_step(done(100.0))
 
     settings = {"limit_s": 0.1, "rank": rank, "dump": dump}
     assert end_of_a_rank(monkeypatch, tmp_path / "log", act, **settings) == 1

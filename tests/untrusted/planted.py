@@ -1,4 +1,6 @@
-"""A run in which another user has replaced files, and all the views that read such a run."""
+"""Runs in which another user has replaced files, and functions that read such runs. These functions
+are called views.
+"""
 
 import contextlib
 import io
@@ -37,7 +39,9 @@ from tests.support.runs import seal
 
 OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
-"""Limits of one view: CPU seconds, wall seconds (for a view that waits) and bytes of memory."""
+"""Limits of one view: CPU seconds, wall seconds (for a view that waits), and bytes of additional
+memory.
+"""
 RECORDS = """
 spec.json plan.json recipe.json site.json job.json state.json exit.json metrics.jsonl history.jsonl
 plan.attempt_01.json site.attempt_01.json ranks/rank_00000.json ranks/all.jsonl alerts.jsonl
@@ -51,8 +55,8 @@ FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints",
 
 
 def whole_run(directory: Path, **asked: Any) -> Run:
-    """Returns a run with every file that a view reads. Its heartbeat says that the job runs.
-    `asked` are arguments of `finished_run`.
+    """Returns a run with every file that a view reads. Its fresh heartbeat says that the job is
+    running. `asked` are arguments of `finished_run`.
     """
     run = finished_run(directory, **asked)
     seal(run, STEPS)
@@ -71,7 +75,7 @@ def whole_run(directory: Path, **asked: Any) -> Run:
     return run
 
 
-# What may be planted ------------------------------------------------------------------------------
+# Files that another user may plant ----------------------------------------------------------------
 
 
 def huge(file: Path) -> None:
@@ -105,7 +109,9 @@ VALUES: tuple[Any, ...] = *NUMBERS, None, True, *WORDS, *SCHEDULERS, *NESTED
 
 
 def plant(directory: Path, name: str, kind: str) -> None:
-    """Replaces or creates a file or folder of a run by something of a `kind` in SPECIAL."""
+    """Replaces or creates a file or folder of a run by a special file. `kind` is a key of
+    SPECIAL.
+    """
     file, aside = directory / name, directory.with_name("aside")
     file.parent.mkdir(parents=True, exist_ok=True)
     if kind == "a link to it" and file.exists():
@@ -119,7 +125,9 @@ def plant(directory: Path, name: str, kind: str) -> None:
 
 
 def rewrite(file: Path, change: Callable[[Any], Any]) -> None:
-    """Applies `change` to the JSON value of a file, or to each line's value of a .jsonl file."""
+    """Applies the function `change` to the JSON value of a file. In a .jsonl file, applies it to
+    the value of each line.
+    """
     text = file.read_text(errors="replace")
     texts = text.splitlines() if file.suffix == ".jsonl" else [text]
     file.write_text("".join(json.dumps(change(json.loads(text))) + "\n" for text in texts))
@@ -132,15 +140,17 @@ validation_loss checkpoint_s reserved_bytes
 
 
 def mutate(directory: Path, dice: random.Random) -> list[str]:
-    """Makes one to three random harmful changes to a run's files. Returns what was changed."""
+    """Makes one to three random harmful changes to a run's files. Returns descriptions of the
+    changes.
+    """
     done = []
-    if dice.random() < 0.5:  # the run has ended
+    if dice.random() < 0.5:  # In half of the cases the run has ended.
         ended = {"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}
         (directory / "exit.json").write_text(json.dumps(ended))
     for _ in range(dice.choice((1, 1, 2, 3))):
         name = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
         how = dice.choice((_one_value,) * 6 + (_bytes, _special, _special, _swapped, _more))
-        # Of a file changed before.
+        # The change may fail on a file that an earlier change has damaged.
         with contextlib.suppress(OSError, ValueError, RecursionError, IndexError):
             done.append(f"{how.__name__} {name}: {how(directory, name, dice)}")
     return done
@@ -193,7 +203,9 @@ def _swapped(directory: Path, name: str, dice: random.Random) -> str:
 
 
 def _more(directory: Path, name: str, dice: random.Random) -> str:
-    """Adds steps of other attempts and in any order, each with one strange number."""
+    """Appends copies of metrics rows in random order. Each copy has a random attempt and one
+    extreme number.
+    """
     file = directory / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if _is_plain(file) else []
     rows = []
@@ -206,11 +218,13 @@ def _more(directory: Path, name: str, dice: random.Random) -> str:
     return "more steps"
 
 
-# Who looks ----------------------------------------------------------------------------------------
+# Views that read a run ----------------------------------------------------------------------------
 
 
 def command(words: str) -> Callable[[Run], None]:
-    """Returns a view that runs a command and asserts that it prints no traceback."""
+    """Returns a view (function of a run) that runs a command on the run and asserts that it prints
+    no traceback.
+    """
 
     def view(run: Run) -> None:
         said = kit(*words.replace("RUN", str(run.directory)).split())
@@ -223,7 +237,7 @@ def job_of(run: Run) -> None:
     job = Job.attach(run.directory)
     job.status(), job.history, job._repr_html_()
     log = log_path(run.directory, 1, 0)
-    # A log may have any length, and `logs` reads all of it.
+    # Huge logs are skipped. A log may have any length, and `logs` reads all of it.
     if not log.exists() or log.stat().st_size < 2**30:
         job.logs()
 
@@ -255,7 +269,7 @@ VIEWS: Views = {
 }
 COMMANDS = "status RUN", "status RUN --json", "status RUN --why"
 SLOW: Views = {f"kit {words}": command(words) for words in COMMANDS}
-"""Slow views. Each case uses one of them, in turn."""
+"""Views that take long. Each test case uses only one of them, in turn."""
 DRAWN: Views = {
     "figure": lambda run: drawn(run_figure(run)[0]),
     "compared": lambda run: drawn(compare_figure([run])[0]),
@@ -268,12 +282,14 @@ def drawn(figure: Any) -> None:
 
 
 class TooLong(BaseException):
-    """Raised when a view exceeds its limit of wall time."""
+    """Raised when a view takes longer than its limit of wall time. The class does not derive from
+    Exception, so that no handler in the view catches the error.
+    """
 
 
 def faults(directory: Path, views: Views) -> list[str]:
-    """Returns the faults of views of a run: errors that are not the kit's, too much
-    time or memory.
+    """Runs views on a run. Returns descriptions of their faults: errors other than the kit's own
+    errors, and too much time or memory.
     """
     names = [each.name for each in directory.iterdir() if not each.is_dir()]
 

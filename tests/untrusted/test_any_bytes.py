@@ -1,4 +1,6 @@
-"""Any bytes in any file give a value or one of the kit's own errors, within a limit of time."""
+"""Files with arbitrary bytes. Every reader returns a value or raises one of the kit's own errors,
+within a time limit.
+"""
 
 import contextlib
 import dataclasses
@@ -41,7 +43,9 @@ from kit.run.tail import Tail
 OURS = (ConfigError, DataError, RunError)
 SPEC, SITE = ModelSpec.preset("demo"), Site.load("laptop")
 LIMIT_S = 2.0
-"""Limit of CPU seconds for one reading. Wall time depends on the machine's load."""
+"""Limit of CPU seconds for reading one file. CPU time is used, because wall time depends on the
+machine's load.
+"""
 
 numbers = st.integers() | st.sampled_from([10**400, 2**63, -1, 0]) | st.floats()
 json_values = st.recursive(
@@ -55,14 +59,16 @@ deep = st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"", b"9
 
 
 def fuzzed(examples: int = 80, **strategies: st.SearchStrategy) -> Callable[[Callable], Callable]:
-    """Returns a decorator that calls a test with `examples` drawn values of `strategies`."""
+    """Returns a decorator that calls a test with `examples` random values of the hypothesis
+    strategies in `strategies`.
+    """
     limits = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     return lambda test: limits(given(**strategies)(test))
 
 
 def tables(*keys: str) -> st.SearchStrategy[bytes]:
-    """Returns a strategy for JSON tables with some of `keys`. They resemble real files more than
-    random bytes do.
+    """Returns a hypothesis strategy for JSON objects with some of the given keys. Such objects
+    resemble real files more than random bytes do.
     """
     values = json_values | st.sampled_from(["running", "demo", 1, 5, 0.5, "../x"])
     drawn = st.dictionaries(st.sampled_from(keys), values, max_size=len(keys))
@@ -79,14 +85,16 @@ def ended(data: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 @contextlib.contextmanager
 def in_time(*allowed: type[Exception]) -> Iterator[None]:
-    """Asserts that the block ends within LIMIT_S, and suppresses the `allowed` errors."""
+    """Asserts that the with-block ends within LIMIT_S. Errors of the `allowed` types are
+    suppressed.
+    """
     start = time.process_time()
     with contextlib.suppress(*allowed):
         yield
     assert time.process_time() - start < LIMIT_S
 
 
-# One file or several, each of any bytes -----------------------------------------------------------
+# One file, or several files with the same random bytes --------------------------------------------
 
 
 def read_metrics(folder: Path) -> None:
@@ -162,7 +170,9 @@ FILES = {
         for record in (Manifest, ModelSpec, Plan, Recipe, DatasetInfo, EvalReport)
     },
 }
-"""By kind: (names of the files, strategy for their contents, function that reads them)."""
+"""Readers by kind of file. Value: (names of the files, strategy for their contents, function that
+reads the files in a folder).
+"""
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -180,7 +190,7 @@ def test_readers_survive_any_bytes(tmp_path: Path, kind: str) -> None:
     check()
 
 
-# Several files that belong together ---------------------------------------------------------------
+# Several files whose contents refer to each other -------------------------------------------------
 
 
 places = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 4)
@@ -241,7 +251,7 @@ def test_log_import_survives_any_text(tmp_path_factory, text: str, format: str |
 
 
 def imported(folder: Path, text: str, **given: Any) -> ImportReport:
-    """Writes a log and imports it. Returns the import report."""
+    """Writes `text` as a log file, imports the log, and returns the import report."""
     (folder / "log").write_bytes(text.encode(errors="surrogatepass"))
     out = folder / f"run of {len(list(folder.iterdir()))}"
     return import_log(folder / "log", out, site=SITE, spec=SPEC, **given)
@@ -282,7 +292,7 @@ BEGINNINGS = (
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("line", BEGINNINGS.split(";"))
 def test_log_parsing_time_is_bounded(tmp_path: Path, form: Format, line: str) -> None:
-    """A pattern that starts a search at every character would take hours for a line of
+    """A regular expression that starts a search at every character would take hours for a line of
     megabytes.
     """
     file = tmp_path / "log"

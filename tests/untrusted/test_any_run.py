@@ -1,4 +1,6 @@
-"""Whatever a run's files contain, every view shows the run or gives the reason why it cannot."""
+"""Runs with arbitrary file contents. Every view shows the run, or gives the reason why it
+cannot.
+"""
 
 import math
 import random
@@ -23,8 +25,8 @@ MUTATIONS, ALL_MUTATIONS = 300, 5000
 
 @pytest.fixture(autouse=True)
 def judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a silent heartbeat count as old at once. tests/cluster tests the waiting, which takes 5
-    s for each case once the template is older than 30 s.
+    """Makes a silent heartbeat count as old at once. Otherwise each case would wait 5 s as soon as
+    the template run is older than 30 s. The wait is tested in tests/cluster.
     """
     monkeypatch.setattr(heartbeats, "_enough_s", lambda state: 0.0)
 
@@ -40,18 +42,21 @@ def assert_no_fault(
     cases: dict[str, Callable[[Path], Any]],
     others: planted.Views = SLOW,
 ) -> None:
-    """Asserts that no view has a fault on a changed copy of a run. Each case gets the quick views
-    and one of `others`, in turn. The unchanged run comes first and gets all views.
+    """Asserts that no view has a fault on changed copies of a run. Each copy is read by the quick
+    views and by one view of `others`, in turn. The unchanged run comes first and is read by all
+    views.
     """
 
     def faults() -> list[str]:
-        # Whoever reads without end fails, and not this machine.
+        # Memory is limited, so that a view that reads without end fails without harm to this
+        # machine.
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
-        # An overflow of twice 1e308, or a label too long for its figure, is no fault.
+        # Warnings about an overflow of twice 1e308, or about a label that is too long for its
+        # figure, are no faults.
         warnings.simplefilter("ignore")
         found = []
-        # The first view imports everything, which exceeds the limits of a view.
+        # This first read imports all modules, which exceeds the limits of a view.
         planted.faults(shutil.copytree(template, folder / "imports" / "run"), {**VIEWS, **others})
         for number, (name, change) in enumerate({"as it is": lambda run: None, **cases}.items()):
             directory = shutil.copytree(template, folder / str(number) / "run")
@@ -67,7 +72,7 @@ def assert_no_fault(
 
 
 def every_number(value: Any, new: Any) -> Any:
-    """Returns a value of JSON with all its numbers replaced."""
+    """Returns a JSON value in which all numbers are replaced by `new`."""
     if isinstance(value, dict):
         return {key: every_number(inner, new) for key, inner in value.items()}
     if isinstance(value, list):
@@ -76,7 +81,9 @@ def every_number(value: Any, new: Any) -> Any:
 
 
 def mutations(numbers: range) -> dict[str, Callable[[Path], Any]]:
-    """Returns one case per number, which seeds the case's random changes."""
+    """Returns a dict with one case per number. The number is the random seed of the changes to the
+    run.
+    """
     mutate = planted.mutate
     return {f"mutation {n}": lambda run, n=n: mutate(run, random.Random(n)) for n in numbers}
 

@@ -1,5 +1,5 @@
-"""Small files cannot take much time or memory: each reader reads crafted inputs in a child process
-with a limit of processor time and of memory.
+"""Small files that would take much time or memory. Each reader reads crafted files in a child
+process with limits of CPU time and memory.
 """
 
 import gzip
@@ -35,15 +35,16 @@ from tests.support.hostile import finished_run, in_a_child
 
 OURS = (ConfigError, DataError, RunError, pickle.UnpicklingError)
 CPU_S, MEMORY_BYTES = 3.0, 512 << 20
-"""Limits of processor time in seconds and of memory for one input of at most 200 KB."""
+"""Limits for reading one file of at most 200 KB: CPU seconds, and bytes of memory."""
 
 LINE_S = 0.3
-"""Longest processor time of one line of a log of 8 KiB, in seconds. It takes 0.03 s."""
+"""Limit of CPU seconds for parsing one log line of 8 KiB. Parsing normally takes 0.03 s."""
 
 
 def bounded(read: Callable[[], Any], cpu_s: float = CPU_S) -> Any:
-    """Returns what a reader returns, or the kit's own error as (type, text). A child process does
-    the work. It is killed at the limit of processor time, and cannot exceed the limit of memory.
+    """Calls a reader in a child process. Returns the reader's result, or the kit's own error as
+    (type, text). The child process is killed at the limit of CPU time, and cannot allocate more
+    than the limit of memory.
     """
 
     def work() -> Any:
@@ -67,7 +68,9 @@ def bounded(read: Callable[[], Any], cpu_s: float = CPU_S) -> Any:
 
 
 def nested_tuples(depth: int) -> bytes:
-    """Returns a pickle of a table whose key is a tuple of two tuples, and so on: 2^depth in all."""
+    """Returns a pickle of a dict whose key is a tuple of two equal tuples, nested `depth` times.
+    Hashing the key visits 2^depth tuples.
+    """
     code = b"\x80\x04}N\x85\x94"
     for level in range(depth):
         code += b"h" + bytes([level]) + b"\x86\x94"
@@ -79,7 +82,9 @@ def doubled_by_dup(depth: int) -> bytes:
 
 
 def colliding_numbers(count: int) -> bytes:
-    """Returns a pickle of a table whose keys are whole numbers with equal hashes."""
+    """Returns a pickle of a dict whose keys are integers with equal hashes, so that each insertion
+    is slow.
+    """
     keys = b""
     for number in range(count):
         value = (number * (2**61 - 1)).to_bytes(12, "little")
@@ -88,7 +93,9 @@ def colliding_numbers(count: int) -> bytes:
 
 
 def nested_indexes(depth: int) -> bytes:
-    """Returns a pickle of a table whose key is an index that holds an index twice, and so on."""
+    """Returns a pickle of a dict whose key is a `MetadataIndex` that contains another one twice,
+    nested `depth` times.
+    """
     name = b"torch.distributed.checkpoint.metadata"
     code = b"\x80\x04}c" + name + b"\nMetadataIndex\n\x94K\x01\x94"
     for _ in range(depth):
@@ -127,7 +134,7 @@ def test_pickle_bomb_is_bounded(name: str) -> None:
 
 
 def fragments(pattern: str) -> list[str]:
-    """Returns the literal texts of a regular expression, and a digit, a space and a letter."""
+    """Returns the literal texts that occur in a regular expression."""
     words = re.findall(
         r"(?:\\[\[\](){}|.]|[A-Za-z_ :=/,<\"'-])+", re.sub(r"\(\?P<\w+>", "(", pattern)
     )
@@ -141,11 +148,15 @@ CRAFTED = (
     "Epoch 1:{1} reduced_train_loss=",
     "iteration 1/ 1 | elapsed time per iteration (ms): 1 |{ }|",
 )
-"""Beginnings and ends of lines that took a second each, with the character between them."""
+"""Log lines that took a second each to parse. Each has a beginning, a character in braces that is
+repeated, and an end.
+"""
 
 
 def hostile_lines(form: Format) -> Iterator[str]:
-    """Yields lines of the largest length that repeat one fragment, or two, of a format."""
+    """Yields log lines of the largest length. Each line repeats one text fragment of a log format,
+    or begins with several of them.
+    """
     found = [*fragments(form.line), *fragments(form.validation)]
     for setting in form.settings:
         found += fragments(setting)
@@ -161,7 +172,9 @@ def hostile_lines(form: Format) -> Iterator[str]:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_log_parsing_time_is_linear_in_line_length(tmp_path: Path, form: Format) -> None:
-    """If the time grew with the square of a line's length, a line of 8 KiB would take a second."""
+    """If the parsing time grew with the square of the line length, a line of 8 KiB would take a
+    second.
+    """
 
     def slowest() -> tuple[float, str]:
         found = []

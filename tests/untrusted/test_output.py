@@ -1,5 +1,5 @@
-"""No command prints a control character of a run that another user may have written, and no export
-holds a formula of a spreadsheet.
+"""Text of a run that another user may have written. No command prints its control characters, and
+no exported table holds a spreadsheet formula.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ from tests.untrusted.planted import whole_run
 
 ATTACK = f"=1+1{ESCAPES}\x0b\x7f\x00\r\u2066\u061c\u200f\u2028"
 ARGUMENT = ATTACK.replace("\x00", "").replace("/", "_")
-"""The attack without the characters that an argument or a folder name cannot hold."""
+"""The attack text without the characters that a command line argument or a folder name cannot
+contain.
+"""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 FORMULA = re.compile(r"[=+\-@\t\r]")
 FILES = """
@@ -64,12 +66,12 @@ data build OUT/data --source ATTACK
 ATTACK
 status --ATTACK
 """.strip().splitlines()
-"""Commands that print text from a run, from its files or from an argument."""
+"""Commands that print text from a run's files or from an argument."""
 
 
 def attacked(value: Any, name: str = "") -> Any:
-    """Returns a value of JSON whose texts all hold control characters and begin with a formula,
-    except fields that allow only a few values.
+    """Returns a JSON value in which every text begins with a spreadsheet formula and contains
+    control characters. Fields with few allowed values are not changed.
     """
     if isinstance(value, dict):
         return {key: attacked(inner, key) for key, inner in value.items()}
@@ -79,7 +81,9 @@ def attacked(value: Any, name: str = "") -> Any:
 
 
 def rewrite(file: Path, field: str) -> bool:
-    """Changes a field of each record in a file, and returns whether a record has changed."""
+    """Puts the attack text into one field of each record in a JSON file. Returns whether a record
+    has changed.
+    """
     is_lines = file.suffix == ".jsonl"
     text = file.read_text()
     rows = [json.loads(line) for line in (text.splitlines() if is_lines else [text])]
@@ -90,8 +94,8 @@ def rewrite(file: Path, field: str) -> bool:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run in which each text that a reader accepts holds an attack. A field whose attack makes
-    the run unreadable keeps its value.
+    """A run whose text fields all contain the attack text. A field keeps its value if the attack
+    would make the run unreadable.
     """
     whole_run(tmp_path / "runs" / "run")
     run = Run.open((tmp_path / "runs" / "run").rename(tmp_path / "runs" / ARGUMENT))
@@ -118,7 +122,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def words_of(command: str, run: Run, out: Path) -> list[str]:
-    """Returns the words of a command, with placeholders replaced by paths."""
+    """Returns the words of a command, with its placeholders (such as RUN) replaced by paths."""
     folder, log = run.directory.parent, log_path(run.directory, 1, 0)
     places = {"RUN": run.directory, "FOLDER": folder, "OUT": out, "LOG": log, "ATTACK": ARGUMENT}
     words = []
@@ -149,7 +153,9 @@ def test_no_command_prints_control_characters(run: Run, tmp_path: Path, monkeypa
 
 
 def _check_csv(file: Path) -> None:
-    """Asserts that no cell of a CSV file is a formula or holds a control character."""
+    """Asserts that no cell of a CSV file is a spreadsheet formula or contains a control
+    character.
+    """
     with file.open(newline="", encoding="utf-8") as stream:
         for cells in csv.reader(stream):
             for cell in cells:

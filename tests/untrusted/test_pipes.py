@@ -1,4 +1,6 @@
-"""Pipes and devices in checkpoints and token files of another user are refused, and not read."""
+"""Pipes and devices in place of checkpoint files and token files of another user are refused and
+never read.
+"""
 
 import json
 import os
@@ -29,7 +31,7 @@ PLANTED: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
-    """Ends a test that waits for a pipe, or reads a device, for more than 30 s."""
+    """Ends a test after 30 s, in case the code waits for a pipe or reads a device without end."""
 
     def fail(*_: object) -> None:
         raise AssertionError("it waits")

@@ -1,9 +1,9 @@
-"""Every command on a run in which another user has replaced one file or folder.
+"""Every command, on a run in which another user has replaced one file or folder.
 
-Each command runs in a process of a user without privileges, on a run of another user that everybody
-may write, and on a run of this user in which the other user has planted something. The files of the
-user, to which planted links point, must not change. The data set of the run and a Hugging Face
-folder are tested in the same way.
+Each command runs in a process of a user without privileges (the viewer). The run belongs to another
+user and is writable by everybody, or it belongs to the viewer and the other user has planted a file
+in it. The viewer's own files, to which planted links point, must not change. The dataset of the run
+and a Hugging Face folder are tested in the same way.
 """
 
 import os
@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process"),
 ]
 VIEWER = 12345
-"""User who runs the commands."""
+"""Number of the user who runs the commands, called the viewer."""
 WALL_S, MORE_BYTES = 20.0, 300 << 20
 """Limits of one command: wall seconds, and bytes of additional memory."""
 SECRET = "the diary of the viewer"
@@ -52,25 +52,29 @@ control/taken_stop logs/attempt_02 logs/attempt_02_supervisor.log logs/attempt_0
 checkpoints/step_00000060 tensorboard tensorboard/attempt_01 wandb profile env.json
 checkpoints/step_00000040.deleting eval/step_00000040.samples
 """.split()
-"""Files and folders that a run may have, and the run of this test does not."""
+"""Files and folders that a run may have, but that are missing in the run of this test. The test
+plants files at these paths too.
+"""
 LIVE = """
 live stop RUN
 live checkpoint RUN
 live watch RUN
 live logs RUN --follow
 """
-"""Commands that do more while the job of a run of this user lives."""
+"""Commands that do more while the job of a run is running. These commands are tested on runs of the
+viewer.
+"""
 OF_A_MODEL = """
 look generate MODEL a --tokens 1
 look eval MODEL --tasks TASK --limit 2 -o OUT/report.json
 look launch OUT/run --model RUN/spec.json --plan RUN/plan.json --recipe RUN/recipe.json --data DATA --init-from MODEL
 """  # noqa: E501
-"""Commands that read a Hugging Face folder."""
+"""Commands that read a folder with a Hugging Face model."""
 SAMPLE = 60
-"""Number of pairs of a case and a command that run without --thorough."""
+"""Number of pairs (case, command) that are tested without --thorough."""
 EACH = 5
-"""Number of commands that run on each case with --thorough. They differ between kinds of file,
-so that each command runs on each path."""
+"""Number of commands that are tested on each case with --thorough. The commands differ between
+kinds of planted files, so that in total every command is tested on every path."""
 PARTS = 6
 
 
@@ -79,7 +83,9 @@ def link(target: str) -> Callable[[Path, Path], Any]:
 
 
 def move(path: Path, mine: Path) -> None:
-    """Moves a file or folder to the viewer's files, and puts a link in its place."""
+    """Moves a file or folder into the folder with the viewer's files, and puts a link in
+    its place.
+    """
     target = mine / "moved"
     if path.with_name(f"{path.name}.aside").exists():
         path.with_name(f"{path.name}.aside").rename(target)
@@ -103,7 +109,9 @@ KINDS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 class Case(NamedTuple):
-    """One test case: who owns the run, which path is replaced, and by what kind of file."""
+    """One test case: whether the viewer owns the run, which path is replaced, and by what kind of
+    file.
+    """
 
     is_own: bool
     path: str
@@ -114,7 +122,7 @@ class Case(NamedTuple):
 
 
 def plant(case: Case, shared: Path, mine: Path) -> None:
-    """Replaces a file or folder of the run or the data set by the case's kind of file."""
+    """Replaces the file or folder that a case names by the case's kind of file."""
     path = shared / case.path
     aside = path.with_name(f"{path.name}.aside")
     if case.kind == "unreadable":
@@ -134,8 +142,8 @@ def plant(case: Case, shared: Path, mine: Path) -> None:
 
 
 def rows_of(case: Case) -> list[str]:
-    """Returns the commands that may read the path of a case. The first word of each is the expected
-    outcome.
+    """Returns the commands that may read the path of a case, one per row. The first word of a row
+    is the expected outcome.
     """
     if case.path.startswith("model"):
         return [*OF_A_MODEL.strip().splitlines()]
@@ -144,7 +152,9 @@ def rows_of(case: Case) -> list[str]:
 
 
 class Commands:
-    """Runs commands as VIEWER on the run of a case, and returns what each did that it may not."""
+    """Runs commands as the viewer on the run of a case. Returns descriptions of forbidden effects
+    of each command.
+    """
 
     def __init__(self, tmp_path: Path, template: Path, calls: Calls, dataset: Any) -> None:
         self.folder, self.template, self.calls = tmp_path, template, calls
@@ -157,20 +167,22 @@ class Commands:
         }
 
     def import_all(self, rows: list[str]) -> None:
-        """Runs each command once in this process. The child processes then have all modules, and
-        need not read Python's folders, which they may not.
+        """Runs each command once in this process, so that child processes have all modules already.
+        As the viewer, they could not read Python's folders.
         """
         for row in sorted(set(rows)):
             self.prepare(None)
             self.kit(row, ctrl_c_after_s=1.0 if follows(row) else 60.0)
 
     def kit(self, row: str, ctrl_c_after_s: float) -> hostile.Said:
-        """Runs a command in this process."""
+        """Runs the command of a row in this process, with placeholders replaced by paths."""
         words = [self.looks._filled(word) for word in row.split()[1:]]
         return hostile.kit(*words, ctrl_c_after_s=ctrl_c_after_s)
 
     def prepare(self, case: Case | None) -> None:
-        """Creates the run, the data set, the model and the files of the viewer again."""
+        """Creates the run, the dataset, the model and the viewer's files anew. Plants the file of
+        the case, if one is given.
+        """
         for folder in (self.mine, self.shared, self.looks.out, self.folder / "home"):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.template, self.shared)
@@ -191,7 +203,7 @@ class Commands:
             plant(case, self.shared, self.mine)
 
     def faults(self, case: Case, row: str) -> list[str]:
-        """Returns what is wrong with one command on the run of one case."""
+        """Runs one command on the run of one case. Returns descriptions of its faults."""
         self.prepare(case)
         if row.startswith("live"):
             try:
@@ -227,13 +239,13 @@ class Commands:
 
 
 def follows(row: str) -> bool:
-    """Returns whether a command runs until Ctrl-C while the job of its run lives."""
+    """Returns whether a command runs until Ctrl-C while the job of its run is running."""
     return row.startswith("live") or "--follow" in row or "watch RUN" in row
 
 
 def wrong_words(said: hostile.Said, is_ended: bool) -> list[str]:
-    """Returns what is wrong with the exit code and the words of a command. `is_ended` says whether
-    Ctrl-C may have ended it.
+    """Returns descriptions of faults in a command's exit code and output. `is_ended` says whether
+    Ctrl-C may have ended the command.
     """
     found = []
     if said.code not in ((0, 1, 130) if is_ended else (0, 1)):
@@ -249,7 +261,7 @@ def wrong_words(said: hostile.Said, is_ended: bool) -> list[str]:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Path:
-    """A folder with a finished run that has every file, its data set, and a model."""
+    """A folder with a finished run that has every file, the run's dataset, and a model."""
     folder = tmp_path_factory.mktemp("template")
     shutil.copytree(tiny_dataset.directory, folder / "data")
     run = whole_run(folder / "run", spec=spec.replace(num_layers=1), data=str(folder / "data"))
@@ -271,13 +283,14 @@ def commands(tmp_path: Path, template: Path, tiny_dataset, monkeypatch) -> Comma
     monkeypatch.setenv("PATH", f"{calls.bin}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setattr(launcher, "submit", lambda prepared: prepared.run)
-    # A silent heartbeat counts as old without being watched for 5 s. tests/cluster tests that.
+    # A silent heartbeat counts as old at once, instead of after a wait of 5 s. The wait is tested
+    # in tests/cluster.
     monkeypatch.setattr(heartbeats, "_enough_s", lambda state: 0.0)
     return Commands(tmp_path, template, calls, tiny_dataset)
 
 
 def pairs(template: Path) -> list[tuple[Case, str]]:
-    """Returns pairs of a case and a command: EACH for each case, in random order."""
+    """Returns pairs (case, command) in random order, EACH commands for each case."""
     paths = [str(path.relative_to(template)) for path in sorted(template.rglob("*"))]
     paths += [f"run/{name}" for name in MADE]
     dice, found = random.Random(0), []

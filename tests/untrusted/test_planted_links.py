@@ -1,4 +1,6 @@
-"""Links that another user has left where a command writes: the target of a link is not changed."""
+"""Links that another user has planted at a path to which a command writes. The target of such a
+link is never changed.
+"""
 
 import csv
 import os
@@ -22,14 +24,16 @@ PRECIOUS = b"three years of work"
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder with one run of this user."""
+    """A folder with one finished run of the user who runs the tests."""
     finished_run(tmp_path / "runs" / "one")
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def plant(tmp_path: Path) -> Callable[[Path], Path]:
-    """Returns a function that makes a name a link to a file of this user, and returns that file."""
+    """Returns a function that makes a path a link to a file of this user, and returns the path of
+    that file.
+    """
 
     def link(name: Path) -> Path:
         target = tmp_path / f"thesis-{name.name}"
@@ -48,7 +52,7 @@ OUTPUTS = {
     f"figure {next(iter(FIGURES))} --out FOLDER/paper.png": "paper.csv",
     "export FOLDER/one --format csv --overwrite": "one/export.csv",
 }
-"""File that each command writes in FOLDER."""
+"""Commands that write a file, with the path of the file in FOLDER."""
 
 
 @pytest.mark.parametrize("words", OUTPUTS)
@@ -125,7 +129,9 @@ def test_sink_refuses_linked_folder(to: str, runs: Path, tmp_path: Path) -> None
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
 def test_eval_samples_refuse_linked_folder(tmp_path: Path) -> None:
-    """Samples are written beside a model, whose folder may belong to another user."""
+    """Evaluation samples are written beside the model's folder, into a folder that may belong to
+    another user.
+    """
     (tmp_path / "precious").mkdir()
     link = tmp_path / "model.eval.samples"
     link.symlink_to(tmp_path / "precious")
@@ -137,7 +143,9 @@ def test_eval_samples_refuse_linked_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["submit.sh", "job.json", "control/request_stop", "exit.json"])
 def test_failed_launch_copies_no_linked_file(name: str, runs: Path, plant: Callable) -> None:
-    """The files of the run are restored, but not with the content of a private file."""
+    """After a failed launch, the earlier files of the run are restored. A planted link must not
+    make the kit copy the content of a private file into the run.
+    """
     run = runs / "one"
     (run / name).unlink(missing_ok=True)
     (run / "control").mkdir(exist_ok=True)
@@ -154,7 +162,7 @@ def test_failed_launch_copies_no_linked_file(name: str, runs: Path, plant: Calla
 def test_wandb_settings_of_another_user_are_refused(
     name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The settings may name the server to which the key is sent."""
+    """wandb's settings file may name another server, to which the user's key would be sent."""
     file = tmp_path / "shared" / name
     file.parent.mkdir(parents=True)
     file.write_text("[default]\nbase_url = http://127.0.0.1:9\n")
@@ -168,7 +176,9 @@ def test_wandb_settings_of_another_user_are_refused(
 def test_compile_cache_of_another_user_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.compile runs code from /tmp/torchinductor_USER, whoever created that folder."""
+    """By default, torch.compile runs code from /tmp/torchinductor_USER, no matter who created this
+    folder.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("LOGNAME", "viewer")
 

@@ -1,7 +1,8 @@
-"""Every command and every view only reads a run of another user, even if everybody may write it.
+"""Runs of another user: every command and every view only reads them, even if all users have write
+permission.
 
-File permissions forbid nothing here: folders have mode 0777 and files 0666. What is not written is
-left unwritten by the kit's own checks.
+The run's folders have mode 0777 and its files mode 0666, so file permissions forbid nothing. Only
+the kit's own checks prevent a write.
 """
 
 import contextlib
@@ -94,31 +95,36 @@ refuse import LOG --out RUN --site lumi --format megatron
 taken  data build RUN --source TEXT --overwrite
 refuse data build RUN --source TEXT --tokenizer TOKENIZER --part all/1 --site SLURM
 """
-"""What each command does with a run of another user.
+"""Commands, and the expected result of each on a run of another user.
 
-look: shows it. refuse: would have to write, and names the owner. score: scores it here, or refuses
-as `refuse`. show: shows it, or says what is missing. taken: refuses a directory that holds
-something, whoever owns it.
+look: The command shows the run. refuse: The command would have to write, fails, and names the
+owner. score: The command scores the run on this machine, or fails like `refuse`. show: The command
+shows the run, or says what is missing. taken: The command refuses a directory that is not empty,
+whoever owns it.
 """
 NEVER_OF_A_RUN = {"validate", "doctor", "eval-data", "site init"}
 ALWAYS = ("status", "watch", "runs")
-"""Commands that show any run, even an incomplete one. Only `--why` needs a run with steps."""
+"""Commands that show any run, even an incomplete run. Only the option `--why` needs a run with
+steps.
+"""
 
 
 def test_every_command_is_in_the_table() -> None:
-    """A new command is added to COMMANDS if it takes a run, and to NEVER_OF_A_RUN otherwise."""
+    """Add a new command to COMMANDS if it takes a run as argument, and otherwise to
+    NEVER_OF_A_RUN.
+    """
     words = [row.split()[1:] for row in COMMANDS.strip().splitlines()]
     told = {" ".join(row[:2]) if row[0] in ("data", "site") else row[0] for row in words}
     assert told | NEVER_OF_A_RUN == dict(leaves(typer.main.get_command(app))).keys()
     assert not told & NEVER_OF_A_RUN
 
 
-# The run and its viewer ---------------------------------------------------------------------------
+# The run, and the user who runs the commands (the viewer) -----------------------------------------
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Path:
-    """A finished run with a checkpoint, of a model small enough to be scored in a moment."""
+    """A finished run with a checkpoint. Its model is so small that scoring takes only a moment."""
     directory = tmp_path_factory.mktemp("template") / "run"
     run = finished_run(directory, spec.replace(num_layers=1), str(tiny_dataset.directory))
     save_checkpoint(run)
@@ -127,7 +133,9 @@ def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Pa
 
 @pytest.fixture
 def run(template: Path, tmp_path: Path) -> Path:
-    """A copy of the template run, which the viewer still owns."""
+    """A copy of the template run, which still belongs to the viewer (the user who runs the
+    commands).
+    """
     copy = shutil.copytree(template, tmp_path / "shared" / "run")
     job = json.loads((copy / "job.json").read_text())
     (copy / "job.json").write_text(json.dumps(job | {"run_dir": str(copy)}))
@@ -136,7 +144,9 @@ def run(template: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Records calls of programs that would reach another machine. The viewer has an empty home."""
+    """Fake programs in PATH that record calls which would contact another machine. The viewer's
+    home folder is empty.
+    """
     fakes = Calls(tmp_path / "bin", tmp_path)
     monkeypatch.setenv("PATH", f"{fakes.bin}:{os.environ['PATH']}")
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
@@ -149,9 +159,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 def give_away(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Path], str]:
-    """Returns a function that gives a folder to another user, writable by all, and returns that
-    user's name. Only root can give a folder away. For other users, and with the parameter True,
-    this process pretends to be another user.
+    """Returns a function that gives a folder to another user, writable by all users, and returns
+    this user's name. Only root can give a folder away. Without root, or with the parameter True,
+    this process pretends to be another user instead.
     """
 
     def give(folder: Path) -> str:
@@ -169,7 +179,7 @@ def give_away(
 
 @pytest.fixture
 def sleep() -> Iterator[subprocess.Popen]:
-    """A process of the viewer."""
+    """A running process of the viewer, which no command may end."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
@@ -181,7 +191,9 @@ CODES = {"look": (0,), "refuse": (1,), "score": (0, 1), "show": (0, 1), "taken":
 
 
 class Looks:
-    """Runs commands on a run of another user, and returns what each did that it may not do."""
+    """Runs commands on a run of another user. Returns descriptions of forbidden effects of each
+    command.
+    """
 
     def __init__(self, run: Path, tmp_path: Path, calls: Calls, owner: str, dataset: Any) -> None:
         self.run, self.calls, self.owner, self.mine = run, calls, owner, tmp_path / "mine"
@@ -209,7 +221,9 @@ class Looks:
         }
 
     def faults(self, row: str, *, whole: bool, live: bool) -> list[str]:
-        """Returns a command's faults. `whole`: the run is complete. `live`: its job runs."""
+        """Runs one command and returns descriptions of its faults. `whole` says whether the run is
+        complete, and `live` whether its job is running.
+        """
         expected, *words = row.split()
         given = [self._filled(word) for word in words]
         follows = live and (words[0] == "watch" or "--follow" in words)
@@ -240,7 +254,9 @@ class Looks:
 
 @pytest.fixture
 def looks(run: Path, tmp_path: Path, calls: Calls, give_away, tiny_dataset) -> Callable[[], Looks]:
-    """Returns a function that gives the run to another user and returns a `Looks` for it."""
+    """Returns a function that gives the run to another user, and returns a `Looks` object for this
+    run.
+    """
     (tmp_path / "mine").mkdir()
     return lambda: Looks(run, tmp_path, calls, give_away(run), tiny_dataset)
 
@@ -259,15 +275,15 @@ def test_commands_only_read_a_finished_run(looks) -> None:
 
 
 def test_commands_spare_a_named_process_of_the_viewer(looks, run: Path, sleep) -> None:
-    """The run's state names a process of the viewer as its own."""
+    """The state.json of the run names a process of the viewer as the process of the run's job."""
     running(run, process=hostile.process_of(sleep.pid))
     assert_no_command_at_fault(looks(), live=True)
     assert sleep.poll() is None
 
 
 def test_commands_run_no_shell_lines_of_the_runs_site(looks, run: Path, tmp_path: Path) -> None:
-    """The devices are so small that scoring needs a job. The run also names a Slurm job of the
-    viewer.
+    """The site's devices are so small that scoring needs a job. The run also names a Slurm job of
+    the viewer as its own job.
     """
     canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
     few = base.device.__class__(name="one tiny core", memory_bytes=Fact(value=1e5, source="x"))
@@ -289,7 +305,9 @@ def test_commands_run_no_shell_lines_of_the_runs_site(looks, run: Path, tmp_path
 
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_commands_contact_no_login_node_of_the_run(looks, run, tmp_path, mirrored) -> None:
-    """With `mirrored`, the run is another user's copy of a mirror that the viewer has made."""
+    """With `mirrored`, the run is another user's copy of a local mirror that the viewer has made of
+    a remote run.
+    """
     there = There(python=str(tmp_path / "evil"), folder="/there", source="/there/kit")
     base = Site.load("generic-gpu-slurm").replace(slurm=Slurm(account="a", partition="p"))
     base.replace(login="far", there=there).write(run / "site.json")
@@ -306,7 +324,7 @@ FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval")
 
 
 def test_commands_change_no_linked_file_of_the_viewer(looks, run: Path, tmp_path: Path) -> None:
-    """The run's job is stalled, so that every view would write an alert."""
+    """The job of the run is stalled, so that every view would write an alert if it could."""
     mine = tmp_path / "mine"
     for name in (*LINKS, *FOLDERS):
         target, link = mine / name.replace("/", "_"), run / name
@@ -317,7 +335,7 @@ def test_commands_change_no_linked_file_of_the_viewer(looks, run: Path, tmp_path
     assert_no_command_at_fault(looks(), whole=False, live=True)
 
 
-# Python -------------------------------------------------------------------------------------------
+# Python functions that read a run ---------------------------------------------------------------
 
 
 def dashboard(run: Run) -> None:
@@ -415,7 +433,7 @@ def test_dashboard_buttons_refuse_and_name_the_owner(
     assert sleep.poll() is None and tree(run) == before
 
 
-# The other direction ------------------------------------------------------------------------------
+# A run of root, read by a user without privileges -------------------------------------------------
 
 
 LOOK = "status RUN", "status RUN --json", "runs RUN --json", "status RUN --why", "logs RUN"
@@ -424,7 +442,7 @@ FOLLOW = "export RUN --format tensorboard --follow"
 
 
 def test_unprivileged_user_only_reads_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody may write the run of root."""
+    """The run belongs to root, and all users have write permission."""
     if os.geteuid():
         pytest.skip("root alone can be another user")
     with tempfile.TemporaryDirectory() as place:
@@ -440,7 +458,8 @@ def test_unprivileged_user_only_reads_a_run_of_root(sleep, monkeypatch: pytest.M
         def said(*rows: str) -> list[hostile.Said]:
             return [hostile.kit(*row.replace("RUN", str(run)).split()) for row in rows]
 
-        said(*LOOK)  # imports everything: the other user may not read root's Python
+        # This call imports all modules as root, because the other user cannot read root's Python.
+        said(*LOOK)
         open_to_all(run)
         before = tree(run)
         told = hostile.in_a_child(lambda: (said(*LOOK), said(*ACT, FOLLOW)), user=hostile.STRANGER)
@@ -455,7 +474,9 @@ def test_unprivileged_user_only_reads_a_run_of_root(sleep, monkeypatch: pytest.M
 
 
 def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> None:
-    """A state.json may name any process of the viewer, also a process of another run."""
+    """state.json may name any process of the viewer, even a process of another run. Only processes
+    of this run may be ended.
+    """
     code = [sys.executable, "-c", "import time; time.sleep(600)"]
     others = [subprocess.Popen(["sleep", "600"]), subprocess.Popen([*code, f"{run}2"])]
     own = subprocess.Popen([*code, str(run)])

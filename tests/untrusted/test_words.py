@@ -1,4 +1,6 @@
-"""Text of another user is shown, and interpreted by no shell, terminal, browser or plot."""
+"""Text from another user is displayed, but never interpreted by a shell, terminal, browser
+or plot.
+"""
 
 import io
 import json
@@ -57,7 +59,7 @@ def test_module_name_runs_no_shell_command(tmp_path: Path, module: str) -> None:
     "number", ["--me", "-u someone", "1 --all", "", "7;reboot", "$(reboot)", "1\n2"]
 )
 def test_state_with_malformed_job_number_is_not_read(tmp_path: Path, number: str) -> None:
-    """A job number must not act as an option of a Slurm command."""
+    """A job number such as --me must not act as an option of a Slurm command."""
     job = {"scheduler": "slurm", "id": number, "config": None}
     state = {"state": "running", "attempt": 1, "scheduler_job": job}
     (tmp_path / "state.json").write_text(json.dumps(state))
@@ -65,8 +67,8 @@ def test_state_with_malformed_job_number_is_not_read(tmp_path: Path, number: str
 
 
 def test_slurm_conf_in_a_run_directory_is_refused(tmp_path: Path, monkeypatch) -> None:
-    """A slurm.conf names libraries that Slurm's commands load, so that looking at a run could run
-    code.
+    """A slurm.conf names libraries that Slurm's commands load. If a run could name its slurm.conf,
+    a status query could run foreign code.
     """
     monkeypatch.delenv("SLURM_CONF", raising=False)
     (tmp_path / "job.json").write_text("{}")
@@ -92,7 +94,9 @@ LINES: tuple[Callable[[str], Any], ...] = (
     lambda line: Kubernetes(image="i", claim="c", mount_path="/m", resources={}, setup=(line,)),
     lambda line: Compilation(command=(line,), variable="X", shared_cache="/a", node_cache="/b"),
 )
-"""Each setting of a site file that holds shell lines, which are copied into a run directory."""
+"""Functions that put a text into each setting of a site file with shell lines. These lines are
+copied into run directories.
+"""
 JOB = {"name": "r", "run_dir": "/r", "num_processes": 1}
 SECRET_NAMES = """
 KEY1 WANDB_API_KEY2 SECRET1 PASSWORD1 TOKEN2 ACCESSKEYID DBPASS SLACK_WEBHOOK_URL SAS_URL BEARER
@@ -132,7 +136,9 @@ NO_SECRETS = [
 
 
 def refused(make: Callable[[str], Any], text: str) -> str:
-    """Asserts that a text is refused as a secret. Returns the error's text."""
+    """Asserts that a text is refused because it looks like a secret. Returns the text of
+    the error.
+    """
     with pytest.raises(ConfigError, match="looks like a secret") as told:
         make(text)
     return str(told.value)
@@ -183,11 +189,13 @@ def test_environment_secrets_are_not_written_to_a_run(
     assert [file for file in files if b"hunter2-sentinel" in file.read_bytes()] == []
 
 
-# A terminal ---------------------------------------------------------------------------------------
+# Terminal output ----------------------------------------------------------------------------------
 
 
 def hostile_run(folder: Path) -> Run:
-    """Returns a run whose name, state, host, alerts and log hold attacks, as far as each can."""
+    """Returns a run whose name, state, host, alerts and log contain attack texts, as far as each of
+    them allows.
+    """
     run = recorded_run(folder / SCRIPT.replace("/", "_"), steps=40)
     attack = SCRIPT + ESCAPES + MARKUP
     log_path(run.directory, 1, 0).write_text(attack + "\n")
@@ -219,7 +227,7 @@ def test_terminal_views_print_no_escape_sequences(tmp_path: Path) -> None:
 
 
 def test_logs_print_no_control_characters(tmp_path: Path) -> None:
-    """Halves of surrogate pairs are replaced too."""
+    """Single halves of Unicode surrogate pairs in a log are replaced too."""
     assert plain("a\ud800\x00b\nc\td\re") == "a\ufffd␀b\nc\td␍e"
     run = hostile_run(tmp_path)
     command = [sys.executable, "-m", "kit", "logs", str(run.directory)]
@@ -231,11 +239,13 @@ def test_logs_print_no_control_characters(tmp_path: Path) -> None:
         assert b"\x1b]0;owned" not in terminal.stdout and "␛]0;owned".encode() in terminal.stdout
 
 
-# A notebook ---------------------------------------------------------------------------------------
+# Notebook output ----------------------------------------------------------------------------------
 
 
 def pages(run: Run) -> dict[str, str]:
-    """Returns the HTML of a run's objects in a notebook, by the name of the object."""
+    """Returns a dict from the name of each object of a run to the HTML that a notebook displays for
+    it.
+    """
     shown = {
         "run": run,
         "job": run.job,

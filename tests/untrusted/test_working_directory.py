@@ -1,7 +1,8 @@
-"""Commands in a working directory whose files are named like modules: none of them is imported.
+"""Commands in a working directory whose files have the names of Python modules. None of these files
+is imported.
 
-Each command, and each module that can be started, runs as a process of its own in a folder that
-another user has filled with a file for every module of Python and of this environment.
+Each command, and each module that can be started, runs as a separate process. In the working
+directory, another user has put a file for every module of Python and of this environment.
 """
 
 import importlib.metadata
@@ -34,19 +35,21 @@ pytestmark = [
 KIT = str(Path(sys.executable).with_name("kit"))
 LIMIT_S = 300
 PIECES = "import kit.data.corpus; kit.data.corpus.PIECE_BYTES = 1000; "
-"""Statements that make the build of a small data set start a process for each piece."""
+"""Python statements that make the build of a small dataset start several worker processes, because
+each piece of text is short.
+"""
 SAMPLE = 3
-"""Number of rows that run without --thorough, beside those in ALWAYS."""
+"""Number of randomly chosen rows that run without --thorough. The commands in ALWAYS run too."""
 
 
 class Row(NamedTuple):
-    """One command, and the least that it must have done."""
+    """One command, with its expected exit code and number of Python processes."""
 
     words: str
     code: int = 0
-    """Exit code that is expected."""
+    """Expected exit code of the command."""
     pythons: int = 1
-    """Least number of Python processes that must have started."""
+    """Smallest number of Python processes that the command must have started."""
 
 
 COMMANDS = [
@@ -95,7 +98,7 @@ COMMANDS = [
     Row("import LOG --out OUT/imported --site lumi --format megatron"),
     Row("import NXD --out OUT/hf --model RUN/spec.json"),
 ]
-"""Each command with arguments that make it do its work in little time."""
+"""Each command of the kit, with arguments that keep its work short."""
 ALWAYS = ("data build", "eval-data", "resume")
 MODULES = {
     "kit": "status RUN",
@@ -116,7 +119,9 @@ MODULES = {
     "cluster.slurm.rank": "true",
     "cluster.slurm.supervisor": "",
 }
-"""Modules that can be started, with arguments that make them end soon."""
+"""Modules that can be started with `python -m`. Value: arguments with which the module ends
+soon.
+"""
 HOW: dict[str, Callable[..., tuple[str, ...]]] = {
     "python -P -m": module_command,
     "start.py": source_command,
@@ -144,18 +149,18 @@ def test_every_startable_module_is_in_the_table() -> None:
     assert found - {"cluster.start"} == MODULES.keys()
 
 
-# The folder ---------------------------------------------------------------------------------------
+# The working directory ----------------------------------------------------------------------------
 
 
 def module_names() -> set[str]:
-    """Returns the names of all modules that Python or this environment has."""
+    """Returns the names of all modules of Python's standard library and of this environment."""
     installed = {name for name in importlib.metadata.packages_distributions() if "/" not in name}
     names = {*sys.stdlib_module_names} | installed
     return {name for name in names if name.isidentifier()} | {"sitecustomize", "usercustomize"}
 
 
 class Place:
-    """A hostile working directory, and what the commands need."""
+    """A hostile working directory, and the paths of the files that the commands need."""
 
     def __init__(self, folder: Path, words: dict[str, Path]) -> None:
         self.words = words
@@ -186,7 +191,7 @@ class Place:
         self.environment.pop("KIT_RUN_DIR", None)
 
     def plant(self, name: str) -> None:
-        """Creates a module of the given name. About half of the modules are packages."""
+        """Plants a module with the given name. About half of the planted modules are packages."""
         if len(name) % 2 or name in ("kit", "cluster"):
             (self.folder / name).mkdir()
             (self.folder / name / "__init__.py").write_text(self.canary)
@@ -194,7 +199,9 @@ class Place:
             (self.folder / f"{name}.py").write_text(self.canary)
 
     def filled(self, words: str) -> list[str]:
-        """Returns words with the names of what the commands need replaced by paths."""
+        """Returns the words of a command, with placeholders such as RUN and OUT replaced by
+        paths.
+        """
         found = []
         for word in words.split():
             first, slash, rest = word.partition("/")
@@ -203,7 +210,7 @@ class Place:
         return found
 
     def run(self, command: tuple[str, ...] | list[str]) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end in the hostile folder."""
+        """Runs a command in the hostile working directory, and waits for its end."""
         how: dict[str, Any] = {"cwd": self.folder, "env": self.environment, "text": True}
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, **how
@@ -220,7 +227,9 @@ class Place:
 
 @pytest.fixture(scope="module")
 def needed(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> dict[str, Path]:
-    """Files and folders that the commands read, by their placeholder in a row."""
+    """Files and folders that the commands read, by placeholder. The placeholders are used in the
+    rows of COMMANDS.
+    """
     folder = tmp_path_factory.mktemp("needed")
     run = finished_run(
         folder / "runs" / "run", spec.replace(num_layers=1), str(tiny_dataset.directory)
@@ -249,13 +258,15 @@ def needed(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> dict
 
 @pytest.fixture
 def place(tmp_path: Path, needed: dict[str, Path]) -> Place:
-    """A hostile working directory, with a run of its own that a command may change."""
+    """A hostile working directory, with a copy of the run that a command may change."""
     runs = shutil.copytree(needed["RUNS"], tmp_path / "runs")
     return Place(tmp_path, {**needed, "FOLDER": runs, "RUN": runs / "run"})
 
 
 def sampled(rows: list[Any], number: int, always: Callable[[Any], bool]) -> list[Any]:
-    """Returns rows as parameters of a test. Only a sample runs without --thorough."""
+    """Returns all rows as test parameters. Without --thorough, only a random sample and the rows
+    selected by `always` run.
+    """
     kept = random.Random(3).sample(range(len(rows)), number)
     found = []
     for index, row in enumerate(rows):
@@ -293,7 +304,9 @@ def test_module_imports_nothing_from_working_directory(
     start: tuple[str, str], place: Place
 ) -> None:
     how, module = start
-    if how == "python -m":  # Python itself imports importlib and the package of MODULE from there.
+    # With `python -m`, Python itself imports importlib and the package of the module from the
+    # working directory. The planted importlib is therefore removed.
+    if how == "python -m":
         shutil.rmtree(place.folder / "importlib")
     else:
         for name in ("kit", "cluster"):

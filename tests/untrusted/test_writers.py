@@ -1,5 +1,5 @@
-"""A user who may write in a run directory can run programs as its owner, so a launch warns about
-it.
+"""Other users who can write into a run directory could run programs as its owner. A launch warns
+about such a directory.
 """
 
 import grp
@@ -17,8 +17,8 @@ from tests.support.hostile import STRANGER, finished_run
 
 @pytest.fixture
 def resumed(tmp_path: Path, spec, tiny_dataset, monkeypatch) -> Callable[[int, bool], str]:
-    """Returns a function that resumes a run with or without a hook, in a directory with a given
-    mode. The function returns the output of `kit resume`.
+    """Returns a function that sets the mode of a run directory and resumes the run, with or without
+    a hook. The function returns the output of `kit resume`.
     """
     run = finished_run(tmp_path / "run", spec, str(tiny_dataset.directory))
     hook = tmp_path / "hook.py"

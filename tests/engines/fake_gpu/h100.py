@@ -1,6 +1,8 @@
-"""Makes the Python code of a CUDA build of torch see eight H100, when this module is imported.
+"""Makes the Python code of a CUDA build of torch see eight H100. The import of this module has this
+effect.
 
-Import it before the rest of torch, in a process that has loaded `driver.c`.
+Import this module before the rest of torch, in a process that has loaded the simulated driver
+`driver.c`.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ import torch._subclasses.fake_tensor as fake_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 DEVICES = 8
-# Data of NVIDIA's H100 SXM, as `torch.cuda.get_device_properties` gives them.
+# Properties of NVIDIA's H100 SXM, as `torch.cuda.get_device_properties` returns them.
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -45,7 +47,7 @@ PROPERTIES = types.SimpleNamespace(
 
 
 class Event:
-    """A CUDA event that is complete as soon as it is recorded."""
+    """A simulated CUDA event that is complete as soon as it is recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time = 0.0
@@ -67,7 +69,7 @@ class Event:
 
 
 class Stream:
-    """A CUDA stream on which work is complete as soon as it is started."""
+    """A simulated CUDA stream, in which work is complete as soon as it is started."""
 
     stream_id = device_index = cuda_stream = 0
     device_type = 1
@@ -99,7 +101,7 @@ class Stream:
 
 
 class Device:
-    """A context that leaves device 0 the current device."""
+    """A context manager that replaces `torch.cuda.device`. Device 0 stays the current device."""
 
     idx = 0
 
@@ -114,7 +116,9 @@ class Device:
 
 
 class TritonDriver:
-    """The driver of Triton, with the answers that it needs to generate code."""
+    """A simulated Triton driver, which provides the properties that Triton needs to
+    generate code.
+    """
 
     binary_ext = "cubin"
     utils = types.SimpleNamespace(
@@ -150,7 +154,9 @@ class TritonDriver:
 
 
 def _returning(value: Any) -> Any:
-    """Returns a new function that returns the value: Dynamo refuses one function by two names."""
+    """Returns a new function that always returns `value`. Each replaced name needs a separate
+    function, because Dynamo refuses one function under two names.
+    """
     return lambda *_, **__: value
 
 
@@ -229,15 +235,17 @@ _patch(
     set_device=staticmethod(_returning(None)),
     get_device_properties=staticmethod(lambda device=None: PROPERTIES),
 )
-# Patterns of unfused attention are traced with real tensors on the device. The kit calls torch's
-# attention itself.
+# Torch traces patterns of unfused attention with real tensors on the device, which does not exist.
+# The patterns are not needed, because the kit calls torch's attention function.
 _patch(joint_graph, lazy_init=_returning(None))
 _patch(post_grad, lazy_init=_returning(None))
 importlib.import_module("triton").runtime.driver.set_active(TritonDriver())
 
 
 def outside_fake_tensors(function: Any) -> Any:
-    """Returns a function that computes with real tensors, as a mesh of ranks must."""
+    """Returns a version of a function that computes with real tensors instead of fake tensors. The
+    mesh of ranks needs real values.
+    """
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
         with fake_tensor.unset_fake_temporarily():

@@ -1,8 +1,9 @@
-"""Three steps of the native engine on a fake H100, as rank 0 of a fake world.
+"""Three training steps of the native engine on a simulated H100, as rank 0 of a simulated world.
 
-    python -m tests.engines.fake_gpu.step PLAN SPEC_CHANGES
+Usage: `python -m tests.engines.fake_gpu.step PLAN SPEC_CHANGES`
 
-The arguments are JSON. The last line of the output is JSON, too: what was compiled and called.
+The arguments are JSON. The last line of the output is JSON too, and says what was compiled and
+called.
 """
 
 import tests.engines.fake_gpu.h100  # noqa: F401  # isort: skip - before the rest of torch
@@ -33,7 +34,7 @@ from tests.engines.fake_gpu.h100 import outside_fake_tensors
 
 
 class Devices(TorchDispatchMode):
-    """Counts operators that get tensors of the host and of a GPU."""
+    """Counts the operators that receive both host tensors and GPU tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +49,8 @@ class Devices(TorchDispatchMode):
 
 
 def materialise(module: torch.nn.Module, *, device: torch.device, recurse: bool = True) -> Any:
-    """Replaces `Module.to_empty`, which swaps the storage of parameters. Fake parameters have no
-    storage.
+    """Replaces `Module.to_empty`, which exchanges the storage of parameters. The simulated (fake)
+    parameters have no storage.
     """
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -60,8 +61,8 @@ def materialise(module: torch.nn.Module, *, device: torch.device, recurse: bool 
 
 
 def main(plan_json: str, changes_json: str) -> None:
-    """Runs the steps, prints what was compiled and called, and ends the process without clean-up,
-    because torch's clean-up would ask the driver for a device.
+    """Runs the steps, prints what was compiled and called, and ends the process without torch's
+    clean-up. The clean-up would ask the driver for a device.
     """
     plan = Plan.from_json(plan_json)
     spec = llama("llama-1b").replace(**json.loads(changes_json))
@@ -71,7 +72,7 @@ def main(plan_json: str, changes_json: str) -> None:
     Block.compile = lambda self: compile_block(self, backend=triton_code.backend)  # type: ignore
     softmax = torch.compile(cross_entropy._softmax, dynamic=False, backend=triton_code.backend)
     cross_entropy._compiled_softmax = lambda: softmax  # type: ignore[assignment]
-    # torch 2.11 has no fake form of a product that is added to an fp32 sum.
+    # torch 2.11 has no fake-tensor version of the product that is added to an fp32 sum.
     cross_entropy._adds_to_fp32 = lambda *_: False  # type: ignore[assignment]
     torch.nn.Module.to_empty = materialise  # type: ignore[method-assign]
     engine_module.build_mesh = outside_fake_tensors(engine_module.build_mesh)

@@ -1,5 +1,5 @@
-"""A backend of torch.compile that generates Inductor's code, records which kernels the code calls,
-and runs the graph as it is.
+"""A backend of torch.compile for tests. It generates Inductor's code, records which kernels the
+code calls, and runs the graph without this code.
 """
 
 import collections
@@ -29,21 +29,25 @@ Direction = Literal["forward", "backward"]
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The kernels of one compiled graph."""
+    """Kernels that the generated code of one graph calls."""
 
     direction: Direction
     triton: int
-    """Number of generated kernels."""
+    """Number of generated Triton kernels."""
     library: dict[str, int]
-    """Number of calls of each library function: matrix products, attention, collectives."""
+    """Number of calls of each library function, by name: matrix products, attention and
+    collectives.
+    """
 
 
 GRAPHS: list[Graph] = []
-"""All graphs that were compiled, in order."""
+"""All graphs that this process has compiled, in order."""
 
 
 def generate(direction: Direction, module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Generates the code of a graph, appends its kernels to `GRAPHS`, and returns the graph."""
+    """Generates the code of a graph and appends its kernels to `GRAPHS`. Returns the graph itself
+    as function to run.
+    """
     as_it_is = copy.deepcopy(module)
     view_to_reshape(module)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Empty replacements of the packages that NxD imports and that only AWS's index has.
+"""Empty replacements of the closed packages that NxD imports and that only AWS's package index has.
 
-NxD imports these closed packages for kernels and compilers that training on the CPU never calls. It
-uses three of their facts: the platform, the size of a host, and the pairs of sending and receiving
-ranks. This module provides these facts.
+NxD imports these packages for kernels and compilers, which training on the CPU never calls. NxD
+uses three facts of the packages: the platform, the size of a host, and the pairs of sending and
+receiving ranks. This module provides these facts.
 """
 
 import importlib.abc
@@ -23,15 +23,17 @@ CLOSED = (
     "neuronx_distributed_inference",
 )
 ABSENT = "libneuronxla.libneuronpjrt_path"
-"""Module whose presence makes Torch-XLA take the machine for a Neuron host."""
+"""Module that must stay missing. If it can be imported, Torch-XLA assumes that the machine is a
+Neuron host.
+"""
 PLATFORM = "NXD_PLATFORM"
-"""Environment variable with the platform that NxD is shown. The default is trn1."""
+"""Environment variable with the name of the platform that NxD receives. The default is trn1."""
 PATCHED = ("torch_xla.core.xla_env_vars", "torch_xla.core.xla_model", "torch_xla.runtime")
 
 
 def installed() -> dict[str, str]:
-    """Returns the versions of the packages that count as installed. NxD's version comes from its
-    source on the path.
+    """Returns the versions of the packages that must seem installed, by name. The version of NxD is
+    read from its source on sys.path.
     """
     spec = importlib.machinery.PathFinder.find_spec("neuronx_distributed")
     found = {"torch_neuronx": "2.9.0.2.12.22436"}
@@ -42,8 +44,8 @@ def installed() -> dict[str, str]:
 
 
 class ClosedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that finds every module of a closed package, and the distributions of
-    `installed`.
+    """Import hook that returns an empty module for every module of a closed package, and metadata
+    for the packages of `installed`.
     """
 
     def find_spec(
@@ -76,8 +78,8 @@ class ClosedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Patching(importlib.abc.Loader):
-    """Loads a module of Torch-XLA and replaces the functions that need a device by
-    `collectives`.
+    """Import loader for a module of Torch-XLA. It replaces the functions that need a device by the
+    functions in `collectives`.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -94,7 +96,7 @@ class Patching(importlib.abc.Loader):
 
 
 class Installed(importlib.metadata.Distribution):
-    """A distribution of a name and version, without files."""
+    """Metadata of a distribution that has a name and a version, but no files."""
 
     def __init__(self, name: str, version: str) -> None:
         self.text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -107,7 +109,9 @@ class Installed(importlib.metadata.Distribution):
 
 
 class EmptyModule(types.ModuleType):
-    """A module with every name. A name in CapWords is a class, any other name is a `Nothing`."""
+    """Empty module in which every name exists. A name in CapWords is an empty class. Any other name
+    is a `Nothing` object, which accepts every operation.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -122,8 +126,8 @@ class EmptyModule(types.ModuleType):
 
 
 class Nothing:
-    """Replaces a kernel, a decorator or a constant. A call returns the decorated function or
-    another `Nothing`.
+    """Replaces a kernel, a decorator or a constant. Called with one function, it returns the
+    function, as a decorator does. Other calls return a new `Nothing`.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -148,7 +152,7 @@ class Nothing:
 
 
 class EmptyClass(type):
-    """A class that has every attribute."""
+    """Metaclass of empty classes, in which every class attribute exists."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -157,7 +161,9 @@ class EmptyClass(type):
 
 
 class SourcesAndTargets:
-    """Pairs of (source, target) ranks of a ring, which NxD's groups request from torch_neuronx."""
+    """Pairs of (source, target) ranks in a ring, which NxD's process groups request from
+    torch_neuronx.
+    """
 
     def __init__(self, *, replica_groups: list[list[int]]) -> None:
         self.rank_src_tgt_pairs = {
@@ -168,12 +174,12 @@ class SourcesAndTargets:
 
 
 def platform(*arguments: Any, **named: Any) -> str:
-    """Returns the platform. Replaces `get_platform_target`."""
+    """Returns the name of the platform. Replaces torch_neuronx's function `get_platform_target`."""
     return os.environ.get(PLATFORM, "trn1")
 
 
 def _register_device_class() -> None:
-    """Registers `torch.classes.neuron`, as the C++ code of torch_neuronx does."""
+    """Registers `torch.classes.neuron`, which the C++ code of the real torch_neuronx registers."""
     import torch
 
     vars(torch.classes)["neuron"] = EmptyModule("torch.classes.neuron")

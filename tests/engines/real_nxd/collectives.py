@@ -1,14 +1,15 @@
-"""XLA's collectives by gloo, over the host, between processes that have one CPU device each.
+"""XLA's collectives, computed by gloo on the host, between processes with one CPU device each.
 
-On CPUs each process of Torch-XLA is a separate world. This module therefore replaces the functions
+On CPUs, each process of Torch-XLA is a separate world. This module therefore replaces the functions
 of `xla_model` and `runtime` that describe the world, and the collectives of `xla_model`. Sums of
-bf16 are computed in fp32 and rounded once.
+bf16 tensors are computed in fp32 and rounded once.
 
-On a device a collective is a node of the step's only graph. Here a collective ends the graph, and
-must end it for all tensors. A tensor that is read alone is computed by a separate graph. Torch-XLA
-2.9 identifies graphs by a hash that ignores which of several inputs of one shape an operation takes
-(github.com/pytorch/xla/issues/8353). If two weights of one shape are read while the gradient norm
-is not computed yet, both are updated by the gradient of the first weight.
+On a Trainium device, a collective is a node in the only graph of a training step. Here a collective
+ends the graph, and must end it for all tensors at once, because a tensor that is read alone is
+computed by a separate graph. Torch-XLA 2.9 identifies graphs by a hash. The hash ignores which of
+several inputs with equal shapes an operation takes (github.com/pytorch/xla/issues/8353). If two
+weights of one shape are read before the gradient norm is computed, both weights are updated with
+the gradient of the first weight.
 """
 
 import datetime
@@ -45,8 +46,8 @@ def local_world_size() -> int:
 def members(groups: Groups) -> tuple[int, ...]:
     """Returns the ranks of this rank's group, in order. Without groups, returns all ranks.
 
-    With NEURON_EXPERIMENTAL_COMPRESS_RG NxD names only the first group. The other groups have as
-    many neighbouring ranks each.
+    With NEURON_EXPERIMENTAL_COMPRESS_RG, NxD passes only the first group. Each further group then
+    has the same number of consecutive ranks.
     """
     if not groups:
         return tuple(range(world_size()))
@@ -61,7 +62,9 @@ def members(groups: Groups) -> tuple[int, ...]:
 
 
 def gloo(ranks: tuple[int, ...]) -> Any:
-    """Returns the gloo group of these ranks. Only these ranks need to call the function."""
+    """Returns the gloo process group of these ranks, and creates it if needed. Ranks outside the
+    group need not call this function.
+    """
     if ranks not in _made:
         name = "over-gloo-" + "-".join(map(str, ranks))
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -70,13 +73,15 @@ def gloo(ranks: tuple[int, ...]) -> Any:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Returns a copy on the host, floating point as fp32."""
+    """Returns a copy of a tensor on the host. Floating-point values are converted to fp32."""
     copy = tensor.detach().cpu()
     return (copy.float() if copy.is_floating_point() else copy).contiguous().clone()
 
 
 def total(reduce_type: str, tensor: Tensor, groups: Groups, scale: float) -> Tensor:
-    """Returns the sum, minimum or maximum over the group, on the host."""
+    """Returns the sum, minimum or maximum of a tensor over this rank's group, multiplied by
+    `scale`. The result is on the host.
+    """
     ranks, value = members(groups), on_host(tensor)
     options = dist.AllreduceOptions()
     options.reduceOp = {
@@ -94,11 +99,12 @@ def back(value: Tensor, like: Tensor) -> Tensor:
 
 
 def listed(one: Callable[[Tensor], Tensor], given: Any, output: Any) -> Any:
-    """Returns `one` applied to a tensor, or to each tensor of a list. If `output` is given, the
-    results are copied into its tensors.
+    """Applies the function `one` to a tensor, or to each tensor of a list, and returns the results.
+    If `output` is given, the results are copied into the tensors of `output`.
     """
     many = isinstance(given, list | tuple)
-    torch_xla.sync()  # before any tensor is read: see the docstring of the module
+    # End the graph before any tensor is read: see the docstring of this module.
+    torch_xla.sync()
     made = [one(tensor) for tensor in (given if many else [given])]
     if output is None:
         return made if many else made[0]
@@ -116,7 +122,9 @@ def all_reduce(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Returns a new tensor for a tensor. A list is reduced in place."""
+    """Returns a new reduced tensor for a single tensor. The tensors of a list are reduced
+    in place.
+    """
     is_list = not isinstance(inputs, Tensor)
     return listed(
         lambda t: back(total(reduce_type, t, groups, scale), t), inputs, inputs if is_list else None
@@ -187,7 +195,7 @@ def reduce_scatter_bucketized(
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Any = None) -> list[bytes]:
-    """Waits for all ranks."""
+    """Waits until all ranks have called this function."""
     ranks = members(None)
     if len(ranks) > 1:
         gloo(ranks).barrier().wait()
@@ -195,9 +203,9 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Any = None) -> list[byt
 
 
 def replacements(module: str) -> dict[str, Any]:
-    """Returns the replaced names of a module of Torch-XLA, with their replacements."""
+    """Returns the functions and values that replace names of a Torch-XLA module, by name."""
     if module == "torch_xla.core.xla_env_vars":
-        # Name of the environment variable with the number of hosts.
+        # The value is the name of the environment variable with the number of hosts.
         return {"HOST_WORLD_SIZE": "HOST_WORLD_SIZE"}
     if module == "torch_xla.runtime":
         return {

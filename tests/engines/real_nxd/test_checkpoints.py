@@ -1,4 +1,6 @@
-"""Checkpoints that NxD itself writes on a slow disk, resumed and imported."""
+"""Checkpoints that the real NxD writes on a simulated slow disk: training resumes from these
+checkpoints, and the kit imports their weights.
+"""
 
 import threading
 from pathlib import Path
@@ -27,8 +29,8 @@ SAVED = {
 
 
 def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    """Trains three steps, saves, and returns (loss, gradient norm) of three more steps. They end
-    before the disk writes.
+    """Trains three steps, starts a save, and trains three more steps. The disk writes only after
+    these steps have ended. Returns (loss, gradient norm) of the last three steps.
     """
     from neuronx_distributed.trainer import checkpoint_storage  # pyright: ignore[reportMissingImports]
 
@@ -73,7 +75,7 @@ def test_nxd_resume_equals_uninterrupted_training(recipe, mha, tmp_path):
 
 
 def saved_steps(state: dict) -> set[int]:
-    """Returns the step counts in a file of AdamW's state."""
+    """Returns the distinct step counts in one file of AdamW's optimizer state."""
     states = state.get("base_state") or state["state"]
     return {int(of_weight["step"]) for of_weight in states.values()}
 
@@ -88,7 +90,9 @@ def save_initial(spec: ModelSpec, plan: Plan, folder: Path, use_xser: bool) -> N
 
 
 def save_as_the_converter(folder: Path) -> None:
-    """Writes shards as AWS's converter does with --save_xser: CPU tensors stay in the main file."""
+    """Rewrites the shards of a checkpoint as AWS's converter does with --save_xser. CPU tensors
+    stay in the main file of a shard.
+    """
     import torch_xla.utils.serialization as xser  # pyright: ignore[reportMissingImports]
 
     for file in folder.glob("*.pt"):

@@ -1,5 +1,5 @@
-"""The gloo collectives of these tests end a graph, which a device's collectives do not, and return
-equal values.
+"""Collectives over gloo, which replace XLA's collectives in these tests, return correct values.
+Unlike a device's collectives, they end the current graph of Torch-XLA.
 """
 
 import pytest
@@ -11,7 +11,9 @@ pytestmark = pytest.mark.neuron
 
 
 def gather_unfinished() -> list[float]:
-    """Returns two gathered tensors whose pending graphs have one hash in Torch-XLA."""
+    """Gathers two tensors that are not computed yet, whose graphs have the same hash in Torch-XLA.
+    Returns the values of both gathered tensors.
+    """
     import torch_xla  # pyright: ignore[reportMissingImports]
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,6 @@
-"""The record that the test suite uses for torch 2.9 and Torch-XLA equals the installed packages."""
+"""The recorded names and signatures of torch 2.9 and Torch-XLA equal those of the installed
+packages. The tests without NxD use this record.
+"""
 
 import pytest
 

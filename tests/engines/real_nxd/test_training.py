@@ -1,4 +1,6 @@
-"""Small versions of both HLAT recipes train on NxD as the native engine trains on one process."""
+"""Small versions of both HLAT recipes (7B and 70B). NxD trains them as the native engine does on
+one process.
+"""
 
 import functools
 import os
@@ -42,13 +44,13 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "70B: TP2, sequence parallel, copied heads": (ONE, {**SP2, **ZERO}),
     "70B: TP8, sequence parallel, four copies": (SHARED, {**SP2, **ZERO, "tensor_parallel": 8}),
 }
-"""Key/value heads (for four query heads, or one query head on each of more tensor ranks) and
-changes of the plan, by name of the layout."""
+"""Layouts by name. Value: (number of key/value heads, changes of the plan). The model has four
+query heads, or one query head per tensor rank if there are more tensor ranks."""
 
 
 @functools.cache
 def native(spec: ModelSpec, precision: str) -> Trained:
-    """Returns the training results of the native engine on one process."""
+    """Returns the losses and gradient norms of the native engine on one process."""
     return run_ranks(
         1, train, spec, make_plan({"precision": precision}), RECIPE.replace(num_steps=STEPS)
     )[0]
@@ -73,12 +75,14 @@ def test_nxd_trains_as_the_native_engine(layout, precision, mha, record_property
 
 
 def build_on_trn3(spec: ModelSpec, plan: Plan) -> list[str]:
-    """Returns (error of the kit's engine on trn3, error of NxD without the engine's check)."""
+    """Builds the engine for Trn3, which must fail. Returns (error of the kit's check, error of NxD
+    if the kit's check is skipped).
+    """
     from kit.engines.neuron import engine
 
     os.environ[PLATFORM], said = "trn3", []
     for _ in range(2):
-        with pytest.raises(Exception) as raised:  # NxD raises no narrower type
+        with pytest.raises(Exception) as raised:  # NxD raises a plain Exception.
             build(spec, plan)
         said.append(str(raised.value))
         engine.check_platform = lambda *_: None
@@ -95,7 +99,7 @@ def test_trn3_refuses_grouped_heads_as_nxd_does(mha):
 
 
 def repeat_one_batch(spec: ModelSpec, plan: Plan) -> tuple[float, float]:
-    """Returns the loss of the first and of the eightieth step on one batch."""
+    """Trains 80 steps on one batch. Returns (loss of the first step, loss of the last step)."""
     engine = build(spec, plan)
     [samples, *_] = batches(spec, plan, engine.data_rank)
     losses = [engine.train_step(samples, 1e-3)[0] for _ in range(80)]
@@ -104,8 +108,9 @@ def repeat_one_batch(spec: ModelSpec, plan: Plan) -> tuple[float, float]:
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_tensor_parallel_4_learns_as_one_process(zero_stage, mha):
-    """With ZeRO 1, which has fp32 weights, the reference is the native engine. Without fp32 weights
-    it is the Neuron engine.
+    """The final loss is compared with training on one process. With ZeRO 1, which keeps fp32
+    weights, this process runs the native engine. Without ZeRO, this process runs the Neuron engine,
+    which has bf16 weights only.
     """
     changes = {**SP2, "tensor_parallel": 4, "precision": "bf16", "zero_stage": zero_stage}
     alone = make_plan({"precision": "bf16"}, "native" if zero_stage else "neuron")

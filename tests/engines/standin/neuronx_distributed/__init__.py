@@ -1,10 +1,10 @@
-"""A stand-in for NeuronX Distributed, written from its recorded signatures: it computes on CPUs,
-over gloo, in fp32.
+"""A simulated NeuronX Distributed (NxD), written from recorded function signatures. It computes on
+CPUs, over gloo, in fp32.
 
-Every call must be by keyword and fit every recorded version of the real package. Calls are
-recorded. Tensor, sequence and data parallelism and copies of key/value heads compute as in NxD. A
-pipeline does not: each of its ranks runs the whole model on the given micro-batches. A test that
-passes with the stand-in has not run on Trainium.
+Every call must use keyword arguments and fit every recorded version of the real NxD. Calls are
+recorded. Tensor, sequence and data parallelism and copies of key/value heads compute as in the real
+NxD. A pipeline does not: each of its ranks runs the whole model on the given micro-batches. A test
+that passes with the simulated NxD does not prove that the code works on Trainium.
 """
 
 from neuronx_distributed.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint

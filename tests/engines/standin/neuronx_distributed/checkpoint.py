@@ -1,8 +1,8 @@
-"""Checkpoints of the stand-in, with NxD's file names and marks. Files are written when the save is
-finished, as by async_save on a slow disk.
+"""Checkpoints of the simulated NxD, with the file names and marker files of the real NxD. Files are
+written only when the save is finished, as by async_save on a slow disk.
 
-Tensors that count as memory of the device are copied at the save. AdamW's step counts are on the
-host, and are written with the values that they have when the writer reads them.
+Tensors that stand for device memory are copied when the save starts. AdamW's step counts are on the
+host. They are written with the values that they have when the writer reads them.
 """
 
 import copy
@@ -56,15 +56,17 @@ def save_checkpoint(
 
 
 def from_device(state: Any, name: str = "") -> Any:
-    """Returns the state to write. Step counts, which are on the host, are not copied."""
+    """Returns the state as it will be written. Device tensors are copied. Step counts, which are on
+    the host, are not copied.
+    """
     if isinstance(state, dict):
         return {key: from_device(value, key) for key, value in state.items()}
     return state if name == "step" else copy.deepcopy(state)
 
 
 def stage(model) -> dict[str, torch.Tensor]:
-    """Returns the weights of this pipeline stage. Each rank holds the whole model, but writes its
-    own stage.
+    """Returns the weights of this rank's pipeline stage. Each rank holds the whole model, but
+    writes only its stage.
     """
     state = model.state_dict()
     if model.layout is None:
@@ -95,8 +97,8 @@ def finalize_checkpoint():
 
 @recorded(NAME)
 def load_checkpoint(path, tag, model=None, optimizer=None):
-    """Loads the optimizer first, as in 0.17: its master weights start from the weights that the
-    model has at that time.
+    """Loads a checkpoint. The optimizer is loaded before the model, as in NxD 0.17, so its master
+    weights start from the weights that the model has at that time.
     """
     folder = Path(path) / tag
     assert (folder / "done").exists()

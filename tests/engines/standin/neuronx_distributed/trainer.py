@@ -1,4 +1,4 @@
-"""Configuration, model and optimizer of the stand-in."""
+"""Configuration, model and optimizer of the simulated NxD."""
 
 import contextlib
 
@@ -28,7 +28,9 @@ def neuronx_distributed_config(**arguments):
 
 @contextlib.contextmanager
 def parameters_on_meta():
-    """Puts parameters on the meta device, but not buffers, as NxD's `init_on_device` does."""
+    """Context manager that creates parameters on the meta device, but not buffers, as NxD's
+    `init_on_device` does.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module, name, parameter):
@@ -148,7 +150,9 @@ class NxDOptimizer:
             self.optimizer.init_zero = self.init_zero
 
     def shard(self, whole):
-        """Returns this replica's shard of the first dimension, padded with zeros."""
+        """Returns this replica's shard of a tensor, split along the first dimension and padded with
+        zeros.
+        """
         if not self.is_sharded:
             return whole
         data = parallel_state.mesh()["data"].get_group()
@@ -159,7 +163,9 @@ class NxDOptimizer:
 
     @torch.no_grad()
     def spread(self):
-        """Writes the gathered shards of the replicas to the weights."""
+        """Gathers the shards of all replicas and writes the complete tensors to the model's
+        weights.
+        """
         data = parallel_state.mesh()["data"].get_group()
         for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
             parts = [stepped.data]
@@ -200,7 +206,7 @@ class NxDOptimizer:
 
 
 def add_up(tensors, group):
-    """Replaces tensors of one dtype by their sums over the group."""
+    """Replaces the values of tensors with equal dtype by their sums over the ranks of the group."""
     if tensors and group.size() > 1:
         whole = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(whole, group=group)

@@ -1,1 +1,3 @@
-"""A stand-in for torch_neuronx: imported, never called. See `neuronx_distributed` beside it."""
+"""A replacement of torch_neuronx, which is imported but never called. See `neuronx_distributed` in
+the folder above.
+"""

@@ -1,4 +1,4 @@
-"""The platform that the stand-in reports."""
+"""Platform name that the simulated torch_neuronx reports."""
 
 
 def get_platform_target() -> str:

@@ -1,4 +1,4 @@
-"""Size of the world of the stand-in."""
+"""Number of ranks that the simulated torch_xla reports."""
 
 import torch.distributed as dist
 

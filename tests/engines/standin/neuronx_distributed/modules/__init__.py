@@ -1,1 +1,1 @@
-"""Modules of the stand-in."""
+"""Modules of the simulated NxD."""

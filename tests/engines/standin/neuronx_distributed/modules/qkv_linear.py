@@ -1,4 +1,6 @@
-"""Query, key and value in one layer of the stand-in, with copies of key/value heads."""
+"""Simulated NxD layer that computes query, key and value together, with copies of key/value
+heads.
+"""
 
 import torch
 from torch import nn

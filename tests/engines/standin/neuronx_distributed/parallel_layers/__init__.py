@@ -1,4 +1,4 @@
-"""Layers of the stand-in."""
+"""Layers of the simulated NxD that work in parallel on several ranks."""
 
 from neuronx_distributed.parallel_layers import layers, loss_functions, mappings, parallel_state
 

@@ -1,6 +1,6 @@
-"""Layers of the stand-in whose weights are split over tensor ranks.
+"""Layers of the simulated NxD whose weights are split over tensor ranks.
 
-As in NxD, a weight counts as split only after `init_weight_cpu` was called.
+As in the real NxD, a weight counts as split only after `init_weight_cpu` was called.
 """
 
 import torch
@@ -27,12 +27,15 @@ class Layer(nn.Module):
         assert self.weight.device.type == "cpu" and not hasattr(
             self.weight, "tensor_model_parallel"
         )
-        nn.init.constant_(self.weight, float("nan"))  # to be filled
+        # NaN, so that a test fails if the weight is never initialised.
+        nn.init.constant_(self.weight, float("nan"))
         self.weight.tensor_model_parallel = True
 
 
 class Whole(torch.autograd.Function):
-    """Copies a gradient of another dtype and drops the sum of the copy, as NxD does since 0.11."""
+    """Autograd function that converts a gradient of another dtype and loses the sum over ranks. The
+    real NxD has this behaviour since version 0.11.
+    """
 
     @staticmethod
     def forward(ctx, x, reduce_dtype):

@@ -1,4 +1,4 @@
-"""The loss of the stand-in."""
+"""Loss function of the simulated NxD."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,9 @@ from tests.engines.signatures import recorded
 
 @recorded("neuronx_distributed.parallel_layers.loss_functions")
 def parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0):
-    """Returns the loss of each row. The shape of the logits is [N, V / ranks]."""
+    """Returns the cross-entropy of each row. The logits have shape [N, V / ranks], with N rows and
+    vocabulary size V.
+    """
     group, logits = tensor_group(), vocab_parallel_logits
     peak = logits.detach().amax(-1)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)

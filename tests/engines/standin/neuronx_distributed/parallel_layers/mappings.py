@@ -1,4 +1,6 @@
-"""Splitting and joining of sequences over tensor ranks, along the first dimension."""
+"""Functions of the simulated NxD that split and join sequences over tensor ranks, along the first
+dimension.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,8 @@
-"""Groups of ranks of the stand-in: tensor ranks are neighbours, then replicas, then pipeline
-stages, as in NxD on Trn1.
+"""Process groups of the simulated NxD. Tensor ranks are consecutive, then come data-parallel
+replicas, then pipeline stages, as in the real NxD on Trn1.
 
-As in NxD, four tensor ranks are not neighbours but spread over their node. The groups of copied
-key/value heads ignore this.
+As in the real NxD, four tensor ranks are not consecutive but spread over their node. The groups of
+copied key/value heads ignore this spreading.
 """
 
 import os
@@ -35,7 +35,9 @@ def mesh() -> DeviceMesh:
 
 
 def kv_group(copies: int):
-    """Returns the ranks that hold the same key/value heads, if tensor ranks are neighbours."""
+    """Returns the ranks that hold copies of the same key/value heads, under the assumption that
+    tensor ranks are consecutive.
+    """
     if copies not in STATE:
         for ranks in (
             torch.arange(dist.get_world_size()).unflatten(0, (-1, tensor_group().size())).tolist()
@@ -69,7 +71,9 @@ def get_tensor_model_parallel_group(as_list=False):
 
 @recorded(NAME)
 def get_pipeline_model_parallel_group(as_list=False):
-    """Returns a group of one rank: each rank runs the whole model, so there is nothing to sum."""
+    """Returns a group of only this rank. Each rank runs the whole model, so there is nothing to sum
+    over the pipeline.
+    """
     return STATE["alone"]
 
 

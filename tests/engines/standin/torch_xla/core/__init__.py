@@ -1,1 +1,1 @@
-"""Core of the stand-in."""
+"""Core modules of the simulated torch_xla."""

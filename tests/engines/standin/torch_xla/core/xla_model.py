@@ -1,4 +1,4 @@
-"""Device and graphs of the stand-in."""
+"""Device and graph functions of the simulated torch_xla."""
 
 import torch
 

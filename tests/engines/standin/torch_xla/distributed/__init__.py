@@ -1,1 +1,1 @@
-"""Process groups of the stand-in."""
+"""Process groups of the simulated torch_xla."""

@@ -1,6 +1,6 @@
-"""Registers the backend `xla` of the stand-in: gloo.
+"""Registers the process group backend `xla` of the simulated torch_xla. The backend uses gloo.
 
-Groups are made as Torch-XLA 2.9 makes them.
+Groups are created with the function and arguments that Torch-XLA 2.9 uses.
 """
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ def _group(store, rank, size, timeout):
 def new_xla_process_group(
     ranks=None, timeout=dist.default_pg_timeout, backend=None, pg_options=None
 ):
-    """Replaces `dist.new_group`. Takes fewer arguments."""
+    """Replaces torch's `dist.new_group`, and accepts fewer arguments, as in Torch-XLA 2.9."""
     return _new_group(ranks=ranks, timeout=timeout, backend=backend, pg_options=pg_options)
 
 
