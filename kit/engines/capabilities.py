@@ -14,7 +14,7 @@ DEFAULT_ENGINE: EngineName = "native"
 class Capabilities:
     """Capabilities of one engine. The default values describe an engine without restrictions."""
 
-    # Plans that the engine trains
+    # The following fields say which plans the engine can train.
     scales_loss: bool = False
     """Whether the engine scales the loss in fp16. Without loss scaling, small gradients are rounded
     to zero in fp16."""
@@ -36,8 +36,8 @@ class Capabilities:
     """Whether a key/value head may be copied to several tensor parallel ranks. This is needed if
     there are more ranks than key/value heads."""
     bf16_without_zero: bool = True
-    """Whether the engine trains in bf16 at ZeRO stage 0. DeepSpeed does not: at this stage it would
-    sum gradients in bf16."""
+    """Whether the engine trains in bf16 at ZeRO stage 0. DeepSpeed does not, since it would sum
+    gradients in bf16 at ZeRO stage 0."""
     pure_bf16_without_zero: bool = False
     """Whether training in bf16 at ZeRO stage 0 uses stochastic rounding and no fp32 copies of the
     weights."""
@@ -51,7 +51,7 @@ class Capabilities:
     only_plain_llama: bool = False
     """Whether the engine trains only Llama models without biases and without tied embeddings."""
 
-    # Recipes that the engine trains
+    # The following fields say which recipes the engine can train.
     can_drop_update: bool = True
     """Whether the engine can judge the loss of a step before its update, and load a checkpoint
     again during training. Both are needed to drop the update of a bad step."""
@@ -62,19 +62,19 @@ class Capabilities:
     masks_documents: bool = True
     """Whether the engine can restrict each token's attention to the token's own document."""
 
-    # How the engine runs
+    # The following fields say how the engine runs a step and saves checkpoints.
     works_ahead: bool = False
     """Whether a GPU may still compute a step while the host launches the next step."""
     portable_checkpoints: bool = True
     """Whether other engines and other layouts (degrees of parallelism) can read the engine's
     checkpoints."""
     runs_on_trainium: bool = False
-    """Whether the engine trains on Trainium. There, neuronx-cc may compile a new graph at any step.
-    Other engines train on GPUs and CPUs."""
+    """Whether the engine trains on Trainium. On Trainium, neuronx-cc may compile a new graph at any
+    step. Other engines train on GPUs and CPUs."""
     validates_whole_batches: bool = False
     """Whether the engine computes the validation loss only of whole global batches."""
 
-    # What the planner assumes
+    # The planner reads the following fields.
     is_torch_native: bool = False
     """Whether the engine runs the kit's own decoder with torch's FSDP2, DTensor and pipelining."""
     flash_attention: int = 2

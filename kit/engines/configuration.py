@@ -1,5 +1,5 @@
-"""A run's configuration in the format that its engine's library reads, as files of the run
-directory. Imports no torch.
+"""Configuration of a run in the format that the engine's library (DeepSpeed, NxD) reads. The files
+are written into the run directory. This module does not import torch.
 """
 
 import json
@@ -15,7 +15,7 @@ DEEPSPEED, MEGATRON, NEURON = FILES = CONFIG_FILE, "megatron_deepspeed.txt", "ne
 
 
 def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """Returns the texts of the engine's configuration files, by file name.
+    """Returns the engine's configuration files, as a dict from file name to content.
 
     For engine deepspeed, the files are DeepSpeed's JSON and, if the model is a GPT, the command
     line of Megatron-DeepSpeed. For engine neuron, the file has the arguments of NxD. The native

@@ -68,8 +68,8 @@ class StepResult:
         return loss, norm
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each phase that has ended, by the phase's name in PHASES. It must
-        be called after `read`, when a GPU has passed the recorded points.
+        """Returns the seconds of each phase that has ended, by the phase's name in PHASES. Must be
+        called after `read`, since a GPU has passed the recorded points only then.
         """
         over = [mark for mark in self.marks if not self.is_gpu or mark.query()]
         phases = {}
@@ -92,8 +92,8 @@ class Engine(abc.ABC):
     """
 
     data_rank: int
-    """Index of the data-parallel replica that this rank belongs to. It selects which part of each
-    global batch this rank reads."""
+    """Index of the data-parallel replica that this rank belongs to. The index selects the part of
+    each global batch that this rank reads."""
     decoders: Sequence[Any] = ()
     """Decoder modules of the kit that this rank holds, one per virtual pipeline stage. Empty on
     engines other than native."""
@@ -114,8 +114,8 @@ class Engine(abc.ABC):
         """Begins one optimizer step. Returns its loss and gradient norm, which are equal on all
         ranks.
 
-        The native engine may return while a GPU still computes the step. Other engines return when
-        the step is complete, and never call `accepts`.
+        The native engine may return while a GPU still computes the step. The engines deepspeed and
+        neuron return when the step is complete, and never call `accepts`.
 
         Args:
             samples: this replica's sequences, int64 of shape [num_microbatches x micro_batch_size,
@@ -123,7 +123,7 @@ class Engine(abc.ABC):
                 the last position.
             learning_rate: learning rate of the update.
             accepts: function that is called before the weights are updated. If it returns False,
-                the update is left out. If None, the update always takes place.
+                the weights are not updated. If `accepts` is None, the weights are always updated.
         """
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
@@ -136,14 +136,15 @@ class Engine(abc.ABC):
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token, equal on all ranks.
 
-        `samples` has the shape that `begin_step` takes, [number of sequences, T + 1]. Engine neuron
-        needs the sequences of a full step. Other engines also accept fewer micro-batches.
+        `samples` are sequences of token numbers, int64 of shape [number of sequences, T + 1] with
+        sequence length T. Engine neuron needs as many sequences as one training step reads. Other
+        engines also accept fewer micro-batches.
         """
 
     def loss_scaling(self) -> dict[str, float]:
         """Returns columns of metrics.jsonl about loss scaling in fp16. `loss_scale` is the scale of
         the next step's loss. `skipped_steps` is the number of steps so far whose gradients
-        overflowed. In other precisions the result is empty.
+        overflowed. In bf16 and fp32 the result is empty.
         """
         return {}
 
@@ -170,7 +171,8 @@ class PortableEngine(Engine):
     @abc.abstractmethod
     def named_parameters(self) -> dict[str, Parameter]:
         """Returns this rank's parameters by their names in the complete model. If the output weight
-        is tied to the embedding, it has the name of the embedding's weight.
+        is tied to the embedding, the output weight is listed under the name of the embedding's
+        weight.
         """
 
     @abc.abstractmethod
@@ -185,8 +187,8 @@ class PortableEngine(Engine):
 
         Args:
             fill: function that is called once with the tensors that this rank needs, by the names
-                of `state_dict`. It writes the new values into these tensors. A weight that it does
-                not write keeps its value, and a moment that it does not write is zero.
+                of `state_dict`. It writes the new values into these tensors. A weight that `fill`
+                does not write keeps its value. A moment that `fill` does not write is zero.
             num_updates: number of updates that the loaded moments contain, for AdamW's bias
                 correction.
         """
@@ -206,8 +208,8 @@ class PortableEngine(Engine):
 
     def mean_over_replicas(self, loss: Tensor) -> Tensor:
         """Returns the mean of the loss over all replicas, on all ranks. On ranks without the last
-        pipeline stage, `loss` must be zero. On the tensor parallel ranks of a replica, it must be
-        equal.
+        pipeline stage, `loss` must be zero. All tensor parallel ranks of a replica must pass equal
+        values of `loss`.
         """
         loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
         dist.all_reduce(loss)

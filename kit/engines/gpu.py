@@ -19,9 +19,9 @@ from kit.torch_private import attention_choice, nccl_trace, set_cuda_timeouts
 
 TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 TIMEOUT_S = 300.0
-"""Shortest timeout of a collective after the first step, in seconds. It must not be shorter,
-since a rank that compiles again delays the other ranks. torchtitan uses 300 s for the start of
-training."""
+"""Shortest timeout of a collective after the first step, in seconds. A shorter timeout could end a
+run in which one rank compiles again and delays the other ranks. torchtitan uses 300 s for the start
+of training."""
 
 
 def set_environment(logs: Path) -> None:
@@ -44,8 +44,8 @@ def shorten_timeouts(hung_after_s: float | None) -> None:
     the longer timeout because it compiles.
 
     The new timeout is twice `hung_after_s`, the seconds after which the watchdog calls a step hung.
-    It is at least TIMEOUT_S and at most COLLECTIVE_TIMEOUT. If `hung_after_s` is None, the timeout
-    is not changed.
+    The new timeout is at least TIMEOUT_S and at most COLLECTIVE_TIMEOUT. If `hung_after_s` is None,
+    the timeout is not changed.
     """
     if hung_after_s is not None:
         timeout = datetime.timedelta(seconds=max(TIMEOUT_S, 2 * hung_after_s))
@@ -93,7 +93,8 @@ def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[st
     has the format in which fp32 matrix products are computed, "fp32" or "TF32".
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
-    # torch chooses one kernel for all lengths. A short sequence needs less memory.
+    # torch's choice of a kernel does not depend on the sequence length, so a short sequence is used
+    # here. It needs less memory.
     length = min(spec.sequence_length, 256)
     num_heads = spec.num_heads // plan.tensor_parallel or 1
     num_kv_heads = spec.num_kv_heads // plan.tensor_parallel or 1

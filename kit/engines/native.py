@@ -76,8 +76,8 @@ class NativeEngine(PortableEngine):
         )
 
     def parameters(self) -> list[Parameter]:
-        """Returns this rank's parameters. If embedding and output share a weight, and this rank has
-        both as separate stages, the weight is listed twice.
+        """Returns this rank's parameters. If the output weight is tied to the embedding, and this
+        rank has the first and the last pipeline stage, the list contains both copies of the weight.
         """
         return [parameter for decoder in self.decoders for parameter in decoder.parameters()]
 
@@ -90,7 +90,7 @@ class NativeEngine(PortableEngine):
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Begins one optimizer step and returns its loss and gradient norm. Without `accepts`, a
+        """Begins one optimizer step and returns its loss and gradient norm. If `accepts` is None, a
         GPU may still compute the step when the function returns.
         """
         self.optimizer.zero_grad()
@@ -101,7 +101,8 @@ class NativeEngine(PortableEngine):
         if self.tied is not None:
             self.tied.reduce_gradients()
         copy = self.tied.output if self.tied is not None else None
-        # A tied weight counts once in the norm, so the copy of the output is left out.
+        # A tied weight must count once in the gradient norm, so the output layer's copy is left
+        # out.
         counted = [parameter for parameter in self.parameters() if parameter is not copy]
         norm = global_norm(counted, self.pipeline_group)
         if self.recipe.gradient_clip is not None:
@@ -146,7 +147,8 @@ class NativeEngine(PortableEngine):
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Returns this rank's parameters by their names in the complete model. If the output weight
-        is tied to the embedding, it has the name of the embedding's weight.
+        is tied to the embedding, the output weight is listed under the name of the embedding's
+        weight.
         """
         named = {}
         for decoder in self.decoders:
@@ -157,7 +159,10 @@ class NativeEngine(PortableEngine):
         return named
 
     def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
-        """Replaces weights and AdamW moments, as described in `PortableEngine.load`."""
+        """Replaces weights and AdamW moments. All ranks must call it. `fill` writes the new values
+        into the tensors that it receives, and `num_updates` is the number of updates that the
+        moments contain.
+        """
         for parameter in self.parameters():
             self.optimizer.state[parameter] = adamw_state(parameter, num_updates)
         fill(self.state_dict())
@@ -191,9 +196,9 @@ class NativeEngine(PortableEngine):
         """Yields (inputs, targets, past) of each micro-batch. `past` describes which tokens each
         token may attend to. If `past` is None, each token attends to all earlier tokens.
 
-        Where there is a kernel for documents, the document boundaries are searched in `samples` in
-        host memory. A search on the GPU would make the host wait until the GPU has finished the
-        previous micro-batch.
+        If attention has a kernel for documents, the document boundaries are searched in host
+        memory, in `samples`. A search on the GPU would make the host wait until the GPU has
+        finished the previous micro-batch.
         """
         has_kernel = has_document_kernel(
             self.device,

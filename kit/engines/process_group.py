@@ -24,8 +24,8 @@ JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
 """Time limit for joining the process group, per rank of the group. With a fixed limit, every third
 start of 10,992 ranks failed (Megatron-LM PR 1006)."""
 LOOK_UP_S = 60.0
-"""Seconds for which a rank retries to look up MASTER_ADDR by name. Torch itself would retry for up
-to twice the time limit for joining."""
+"""Seconds for which a rank retries to look up MASTER_ADDR by name. Without this limit, torch would
+retry for up to twice the time limit for joining the process group."""
 LOOK_UP_EVERY_S = 2.0
 """Seconds between two look-ups of MASTER_ADDR."""
 
@@ -73,8 +73,8 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
 def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """Returns the arguments with which `init_process_group` uses a store that only this machine can
-    reach. Returns {} if the ranks run on several machines or under torchrun, because torch must
-    then make the store.
+    reach. Returns {} if the ranks run on several machines or under torchrun, because torch then
+    chooses the store.
 
     A single rank uses a store in its own memory, which needs no port. Torch's own store listens on
     all networks and accepts every client. The store for several local ranks therefore listens on
@@ -85,8 +85,8 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
         return {"store": alone, "rank": 0, "world_size": 1}
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    # On several machines torch makes the store. Under torchrun, torchrun's agent has already made a
-    # store.
+    # On several machines, torch creates the rendezvous store. Under torchrun, torch connects to the
+    # store that torchrun's agent has created. In both cases this function must not create a store.
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
     rank = int(os.environ["RANK"])
@@ -152,11 +152,12 @@ def _has_gpu(site: Site | None) -> bool:
 
 
 def control_group() -> Any:
-    """Returns the process group in which all ranks agree on what to do next. It works on CPU
-    tensors, so that its collectives never become part of a compiled graph.
+    """Returns the process group through which all ranks agree on the next action, for example a
+    save or a stop. The group communicates CPU tensors, so its collectives never become part of a
+    compiled graph.
 
-    With gloo it is the world's own group. Under XLA it is a new group, since XLA's group has no CPU
-    backend.
+    If the world's group has the backend gloo, this group is returned. Under XLA a new gloo group is
+    made, since XLA's group has no CPU backend.
     """
     if "gloo" in dist.get_backend_config():
         return dist.group.WORLD

@@ -2,8 +2,8 @@
 space, ...) with the limits of its site. A rehearsal starts no job, so it costs no device hours.
 
 The code that splits the model is executed for each kind of rank. All other numbers are computed
-from the behaviour of the kit, or modelled. `docs/benchmarks.md` compares the computed numbers with
-a small real job.
+from the behaviour of the kit's code, or with the planner's equations. `docs/benchmarks.md` compares
+the computed numbers with a small real job.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from kit.show.results import format_value
 from kit.show.table import Table
 
 MAX_RISK = 0.05
-"""Highest accepted probability, 0 to 1, that a device runs out of memory. It is equal to the
+"""Highest accepted probability, 0 to 1, that a device runs out of memory. The value is equal to the
 default of `kit plan`."""
 FILES_PER_RANK = 30
 """Number of open files of a rank before any process group exists, measured by
@@ -99,8 +99,8 @@ class Count:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """Requirements of a job and the limits of its site. They concern the layout, the ranks, the
-    start, the checkpoints and failures.
+    """Requirements of a job and the limits of its site. The requirements concern the layout, the
+    ranks, the start of the job, the checkpoints and failures.
     """
 
     spec: ModelSpec
@@ -120,7 +120,7 @@ class Rehearsal:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """Table rows, one per requirement. The cells are texts in the order of `header`."""
+        """Table rows, one per requirement. A row is a tuple of texts in the order of `header`."""
         return [count.row for count in self.counts]
 
     @property
@@ -145,8 +145,8 @@ class Rehearsal:
 
     @property
     def never_run(self) -> list[str]:
-        """Texts on what a rehearsal cannot test: the number of devices at once, and the file system
-        of the site.
+        """Two sentences that name what a rehearsal cannot test: all devices of the job running at
+        once, and the file system of the site.
         """
         return [
             f"{self.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512"
@@ -273,9 +273,10 @@ def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Predict
 
 
 def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
-    """Returns two requirements. The first is that no weights are lost or doubled when the model is
-    split over the ranks. The second is the number of open files of rank 0, which has the most
-    connections. On Trainium only the first is returned, as unknown.
+    """Returns two requirements. The first is the number of weights that are lost or doubled when
+    the model is split over the ranks, which must be 0. The second is the number of open files of
+    rank 0, which has the most connections. On Trainium only the first is returned, with an unknown
+    value.
     """
     if plan.capabilities.runs_on_trainium:
         return [
@@ -296,8 +297,8 @@ def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
         plan.tensor_parallel,
     )
     groups = [plan.num_devices, *(degree for degree in degrees if degree > 1)]
-    # A process group connects its ranks as a tree, so each rank has at most two connections per
-    # level of the tree.
+    # Each connection to another rank needs one open file (a socket). A process group connects its
+    # ranks as a tree, in which a rank has at most two connections per level.
     files = sum(FILES_PER_GROUP + 2 * math.ceil(math.log2(size)) for size in groups)
     return [
         Count(
@@ -327,17 +328,18 @@ def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
     """Runs the code that splits a model, once for each kind of rank. Returns (views, number of
     parameters).
 
-    Pipeline devices with equal numbers of layers and equal first or last stage are of one kind. For
-    each of these kinds, the first and last tensor rank and the first and last data rank are
-    simulated. `views` has one `RankView` per simulated rank. The number of parameters is summed
-    over all pipeline devices, before tensor and data parallelism split them. Tied embeddings count
-    once.
+    Pipeline devices are of one kind if their stages have equal numbers of layers and they agree in
+    whether they hold the first and the last stage of the model. For each of these kinds, the first
+    and last tensor rank and the first and last data rank are simulated. `views` has one `RankView`
+    per simulated rank. The number of parameters is summed over all pipeline devices, before tensor
+    and data parallelism split them. Tied embeddings count once.
 
     Raises:
         ConfigError: The plan cannot run the model.
     """
-    # The key describes a kind of pipeline device: number of layers of each of its stages, whether
-    # it has the first stage, and whether it has the last stage. The value lists the devices.
+    # Maps a kind of pipeline device to the numbers of the devices of this kind. A kind has the
+    # number of layers of each stage of the device, whether it has the first stage, and whether it
+    # has the last stage.
     devices_by_kind: dict[tuple, list[int]] = {}
     for device in range(plan.pipeline_parallel):
         stages = stage_indices(plan, device)
@@ -355,7 +357,7 @@ def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
         shapes = [parameter.whole_shape for parameter in views[-1].parameters]
         num_params += len(devices) * sum(math.prod(shape) for shape in shapes)
     if spec.tied_embeddings and plan.pipeline_parallel > 1:
-        # The last stage has a copy of the embedding, which was counted a second time.
+        # The last stage has a copy of the tied embedding. The loop above counted this weight twice.
         num_params -= spec.vocab_size * spec.hidden_size
     return views, num_params
 
@@ -446,7 +448,7 @@ def _count_failures(
 ) -> list[Count]:
     """Returns the share of the time, 0 to 1, that failures leave for training, and the best time
     between saves in minutes (Young 1974). If the site file states no disk rates, only the share is
-    returned, as unknown, with a note.
+    returned, with an unknown value and a note.
     """
     what = f"time that counts, with a failure every {hours_between_failures:.3g} h"
     write_rate = site.storage.write_bytes_per_s

@@ -83,9 +83,9 @@ def shard(
 
 
 def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> None:
-    """Sets what a sharded decoder does in its next backward pass, according to the plan's ZeRO
-    stage: whether it reduces gradients over the ranks, and whether it frees gathered weights. A
-    decoder without fully_shard is not changed.
+    """Sets, according to the plan's ZeRO stage, whether the next backward pass of a sharded decoder
+    reduces gradients over the ranks, and whether it frees gathered weights. A decoder without
+    fully_shard is not changed.
     """
     if isinstance(decoder, FSDPModule):
         decoder.set_requires_gradient_sync(last_microbatch or plan.zero_stage >= 2)
@@ -99,8 +99,8 @@ def drop_gathered(decoder: Module) -> None:
     a backward pass.
 
     Below ZeRO 3, such a forward pass leaves gathered weights in place of the sharded parameters
-    that the optimizer knows. If a checkpoint were written in this state, it would find no optimizer
-    moments for any parameter.
+    that the optimizer knows. If a checkpoint were written in this state, no optimizer moments would
+    be found, since the optimizer does not know the gathered weights.
     """
     for module in decoder.modules():
         if isinstance(module, FSDPModule):

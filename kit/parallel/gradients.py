@@ -13,8 +13,8 @@ from kit.torch_private import multiply
 
 def reduce_partial(parameters: list[Parameter]) -> None:
     """Sums partial gradients over the ranks of the mesh axis on which they are partial, in place.
-    Partial gradients occur under sequence parallelism: each rank has only the gradient of its part
-    of the sequence for the weights of norms.
+    Partial gradients occur under sequence parallelism: each rank computes the gradients of the norm
+    weights from its part of the sequence only.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -31,7 +31,7 @@ def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup |
     Their gradients must already be reduced over the replicas. The squared norms of local shards are
     summed over the mesh axes that shard the weights, then over the pipeline. On an axis on which
     gradients are replicated, all ranks have equal gradients, so nothing is summed. All ranks must
-    call it.
+    call this function.
     """
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     for group in group_parameters([p for p in parameters if p.grad is not None]):

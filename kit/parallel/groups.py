@@ -25,18 +25,19 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
     """Creates one process group per list of ranks. Returns the group that contains this rank, or
     None. The lists must be disjoint.
 
-    All ranks must call it with equal lists. If the world's group is bound to a device, torch makes
-    a group by splitting NCCL's communicator, in which all ranks take part. With one call per list,
-    this would take minutes at thousands of ranks. Therefore one call makes all groups.
+    All ranks must call this function with equal lists. If the world's group is bound to a device,
+    torch makes a group by splitting NCCL's communicator, in which all ranks take part. With one
+    call per list, this would take minutes at thousands of ranks. Therefore one call makes all
+    groups.
     """
     world: Any = dist.group.WORLD
     if len(lists[0]) == world.size():
         return world
     if world.bound_device_id is not None:
         # The groups of a mesh axis communicate only GPU tensors, so they need only NCCL. Torch
-        # before 2.13 cannot restrict the split to NCCL: it also splits the world's gloo group, and
-        # warns once per rank and axis that gloo receives the options of NCCL. The warning is
-        # harmless, since the split gloo groups are never used.
+        # before 2.13 cannot split only the NCCL group. It also splits the gloo group of the world,
+        # and warns once per rank and axis that gloo was given options for NCCL. The warning is
+        # harmless, since the gloo groups that result are never used.
         options: Any = {"timeout": COLLECTIVE_TIMEOUT, "group_desc": name}
         if "backend" in signature(dist.split_group).parameters:
             options["backend"] = "cuda:nccl"
@@ -91,8 +92,8 @@ def from_rank_0(ask: Callable[[], Found], group: Any = None) -> Found:
     """Calls `ask` on rank 0 only and returns its result on all ranks. If `ask` reads files, for
     example, only rank 0 accesses the disk.
 
-    All ranks must call it. `group` must be a CPU group of all ranks. An error of `ask` is raised on
-    all ranks.
+    All ranks must call this function. `group` must be a CPU group of all ranks. An error of `ask`
+    is raised on all ranks.
     """
     found: list[Any] = [None]
     with raised_on_all(group):
@@ -116,7 +117,8 @@ def raised_on_all(group: Any = None) -> Iterator[None]:
         yield
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         met = [error]
-    # Errors are sent to the other ranks by pickle, which may fail for an exception of unknown type.
+    # Errors are sent to the other ranks by pickle. This may fail for an exception whose type pickle
+    # cannot serialise or another rank cannot import, so such an exception is replaced.
     except Exception as error:
         met = [CheckpointError(f"{type(error).__name__}: {error}")]
         met[0].__cause__ = error
@@ -130,8 +132,8 @@ def raised_on_all(group: Any = None) -> Iterator[None]:
 
 
 def final_barrier() -> None:
-    """Waits until all ranks are ready to exit. Uses the key-value store of the rendezvous, and
-    waits for at most COLLECTIVE_TIMEOUT.
+    """Waits until all ranks are ready to exit, for at most COLLECTIVE_TIMEOUT. The ranks count
+    themselves in the key-value store of the rendezvous.
 
     Gloo's barrier cannot be used here. A rank exits as soon as it has passed the barrier. Its
     connection to another rank may then break, or may never be made if gloo connects only at first
@@ -194,7 +196,7 @@ def pipeline_rank(mesh: DeviceMesh) -> int:
 
 
 def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
-    """Returns the mesh with the one axis over the data-parallel replicas, which read different
+    """Returns the one-dimensional mesh over the data-parallel replicas, which read different
     sequences. The plan must have no `shard_size`.
     """
     if plan.zero_stage == 0 and plan.data_parallel > 1:

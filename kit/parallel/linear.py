@@ -1,5 +1,5 @@
-"""Tensor parallelism with plain tensors: layers as in Megatron-LM, made from the model's table of
-splits, `TENSOR_PARALLEL_SPLIT`.
+"""Tensor parallelism with plain tensors: layers as in Megatron-LM, made from
+`TENSOR_PARALLEL_SPLIT`, which says for each layer of the model how its matrix is split.
 
 Engines that cannot train weights that are DTensors use these layers. Source of the layers:
 Megatron-LM, arXiv 1909.08053, section 3.
@@ -48,11 +48,11 @@ def rank_part(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
 
 
 def split_layers(module: nn.Module, group: ProcessGroup) -> None:
-    """Replaces each layer in the table of splits by its tensor parallel layer, in place. The caller
-    must set the weights of the new layers.
+    """Replaces each layer whose matrix is split (`TENSOR_PARALLEL_SPLIT`) by its tensor parallel
+    layer, in place. The caller must set the weights of the new layers.
 
-    `module` is a decoder, or a part of a decoder whose layers have their names in the decoder. It
-    should be on the meta device.
+    `module` is a decoder, or a part of a decoder in which layers keep the names that they have in
+    the complete decoder. The module should be on the meta device.
     """
 
     def copied(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -122,8 +122,8 @@ PARTS: dict[str, Callable[[Any, ProcessGroup], nn.Module]] = {
     "row": RowParallelLinear,
     "vocabulary": VocabularyParallelEmbedding,
 }
-"""Functions that make the tensor parallel layer, by the kind of split in `TENSOR_PARALLEL_SPLIT`.
-Their arguments are the full layer and the group of ranks."""
+"""Maps each kind of split in `TENSOR_PARALLEL_SPLIT` to the function that makes the tensor parallel
+layer. The arguments of the function are the full layer and the group of ranks."""
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -24,8 +24,9 @@ SCHEDULES = {
     "zero_bubble": "ScheduleInterleavedZeroBubble",  # zero bubble pipeline, arXiv 2401.10241
     "zbv": "ScheduleZBVZeroBubble",  # V-shaped zero bubble pipeline, arXiv 2401.10241
 }
-"""Names of the schedule classes in torch.distributed.pipelining, by `Plan.schedule`. The classes
-themselves would need an import that takes a second, also without a pipeline."""
+"""Maps each value of `Plan.schedule` to the name of the schedule class in
+torch.distributed.pipelining. The classes themselves would need an import that takes a second, also
+in runs without a pipeline."""
 
 
 def stage_indices(plan: Plan, pipeline_rank: int) -> list[int]:
@@ -93,7 +94,7 @@ def forward_only(
     """Returns the logits of one micro-batch if this rank has the last stage, otherwise None.
 
     The stages run one after the other with plain sends and receives, since torch's schedule for
-    `zbv` cannot run a forward pass alone. All ranks of the pipeline must call it.
+    `zbv` cannot run a forward pass alone. All ranks of the pipeline must call this function.
     """
     owner = {
         index: rank for rank in range(plan.pipeline_parallel) for index in stage_indices(plan, rank)

@@ -1,5 +1,5 @@
-"""Tensor and sequence parallelism: the model's table of splits, `TENSOR_PARALLEL_SPLIT`, applied
-with torch's DTensor.
+"""Tensor and sequence parallelism with torch's DTensor. `TENSOR_PARALLEL_SPLIT` says for each layer
+of the model how its matrix is split.
 
 A column-split matrix followed by a row-split matrix needs a single all-reduce (Megatron-LM, arXiv
 1909.08053). With sequence parallelism a reduce-scatter and an all-gather replace the all-reduce,

@@ -28,7 +28,7 @@ overflow."""
 
 def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Returns DeepSpeed's configuration of a plan. All values are derived from plan and recipe, so
-    they cannot contradict them.
+    the configuration cannot contradict the plan or the recipe.
 
     The optimizer is not in the configuration, since the kit passes torch's AdamW to DeepSpeed.
     DeepSpeed's own AdamW would be compiled when a job starts.
@@ -55,8 +55,9 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 
 
 def check_batch(plan: Plan, reported: dict[str, int]) -> None:
-    """Raises ConfigError if a batch size that DeepSpeed reports differs from the plan's. `reported`
-    has the batch sizes by name of the plan's field. The message names both numbers.
+    """Raises ConfigError if a batch size that DeepSpeed reports differs from the batch size of the
+    plan. `reported` maps names of fields of the plan, e.g. `micro_batch_size`, to DeepSpeed's
+    values. The message names both numbers.
 
     In a 175B run on Frontier, the batch size was set in two places with different values, and
     nobody noticed. Megatron used micro-batches of 1, DeepSpeed's JSON said 4, and the printed

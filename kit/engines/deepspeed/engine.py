@@ -143,7 +143,7 @@ class DeepSpeedEngine(PortableEngine):
     def loss_scaling(self) -> dict[str, float]:
         """Returns columns of metrics.jsonl about loss scaling in fp16. `loss_scale` is the scale of
         the next step's loss. `skipped_steps` is the number of steps so far whose gradients
-        overflowed. In other precisions the result is empty.
+        overflowed. In bf16 and fp32 the result is empty.
         """
         if self.plan.precision != "fp16":
             return {}
@@ -176,10 +176,11 @@ class DeepSpeedEngine(PortableEngine):
         """
         total = torch.zeros((), device=self.device)
         # Weights that are split over the tensor ranks come first: their squared norms are summed
-        # over these ranks. Unsplit weights are equal on these ranks and are added once.
+        # over these ranks. Weights that are not split are equal on these ranks, so each rank adds
+        # their squared norms without a sum over the ranks.
         for is_cut in (True, False):
-            # DeepSpeed marks the last stage's copy of a tied weight. The copy is left out of the
-            # norm.
+            # DeepSpeed marks the last stage's copy of a tied weight. A tied weight must count once
+            # in the gradient norm, so the copy is left out.
             own = [
                 p.grad
                 for name, p in self.named_parameters().items()
@@ -200,7 +201,8 @@ class DeepSpeedEngine(PortableEngine):
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Returns this rank's parameters by their names in the complete model. If the output weight
-        is tied to the embedding, it has the name of the embedding's weight.
+        is tied to the embedding, the output weight is listed under the name of the embedding's
+        weight.
         """
         if self.pipeline_group is None:
             return dict(self.module.named_parameters())
@@ -210,15 +212,16 @@ class DeepSpeedEngine(PortableEngine):
         return {name: parameter for layer in layers for name, parameter in layer.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and moments by their names in the complete model, in their full size over
-        the replicas. Each tensor is in the result of one replica only, so that it is saved once.
+        """Returns weights and moments by their names in the complete model, gathered from the
+        shards of all replicas. Each tensor is in the result of one replica only, so that a
+        checkpoint contains each tensor once.
         """
         return self._gathered(of_all=False)
 
     def _gathered(self, of_all: bool) -> dict[str, Tensor]:
         """Returns weights and moments by their names in the complete model, gathered from the
         shards of all replicas. If `of_all` is False, only the tensors that this replica saves are
-        returned. All replicas must call it.
+        returned. All replicas must call this method.
         """
         state: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(self.named_parameters().items()):
@@ -238,7 +241,10 @@ class DeepSpeedEngine(PortableEngine):
         return DTensor.from_local(value, self.tensor_mesh, (Shard(dim),), run_check=False)
 
     def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
-        """Replaces weights and AdamW moments, as described in `PortableEngine.load`."""
+        """Replaces weights and AdamW moments. All ranks must call it. `fill` writes the new values
+        into the tensors that it receives, and `num_updates` is the number of updates that the
+        moments contain.
+        """
         self.state.allocate_moments(num_updates)
         tensors = self._gathered(of_all=True)
         fill(tensors)
@@ -287,8 +293,8 @@ class ShardedState:
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        # These are the weights of the forward pass. The separate fp32 master weights are replaced
-        # below.
+        # This statement replaces the weights of the forward pass. The separate fp32 master weights
+        # are replaced below.
         with deepspeed.zero.GatheredParameters(
             [parameter], modifier_rank=0, enabled=self.stage == 3
         ):
@@ -308,13 +314,14 @@ class ShardedState:
         for flat in self._flat():
             self.optimizer.state[flat] = adamw_state(flat, step)
         if self.stage in (1, 2):
-            # As DeepSpeed does in its first step.
+            # DeepSpeed calls this method in its first step. It gives each parameter access to its
+            # part of the flattened moments.
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _flat(self) -> list[Tensor]:
         """Returns the tensors that AdamW updates. With ZeRO, each tensor is this replica's shard of
         several parameters, flattened and concatenated.
         """
-        if self.stage == 3:  # The optimizer's groups contain these tensors only during a step.
+        if self.stage == 3:  # AdamW's groups contain these tensors only during a step.
             return self.engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]

@@ -88,13 +88,13 @@ class LayerBuilder:
             )
 
     def fill(self, module: nn.Module) -> None:
-        """Splits the weights of a meta module for this rank and allocates their memory. If there is
-        a seed, it also sets the initial weights.
+        """Splits the weights of a meta module for this rank and allocates their memory. If the
+        builder has a seed, this method also sets the initial weights.
 
         The weights in the module must have the names that they have in the complete decoder.
         """
-        # A tied weight has two names. It becomes two weights when its layers are replaced, so both
-        # names are needed.
+        # A weight that is tied has two names. It becomes two separate weights when its layers are
+        # replaced, so the shapes are needed under both names.
         named = module.named_parameters(remove_duplicate=False)
         whole_shapes = {name: parameter.shape for name, parameter in named}
         if self.group is not None:
@@ -102,8 +102,8 @@ class LayerBuilder:
         module.to_empty(device=self.device)
         for name, parameter in module.named_parameters():
             is_cut = self.group is not None and split_dim(name) is not None
-            # DeepSpeed reads these two attributes for the gradient norm. If they are True, it sums
-            # the squared norm of the weight's gradient over the tensor ranks.
+            # DeepSpeed reads these two attributes for the gradient norm. If they are True,
+            # DeepSpeed sums the squared norm of the weight's gradient over the tensor ranks.
             for mark in ("model_parallel", "tensor_model_parallel"):
                 setattr(parameter, mark, is_cut)
             if self.seed is not None:

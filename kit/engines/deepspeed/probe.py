@@ -16,8 +16,8 @@ from kit.errors import MissingPackageError
 
 
 def main() -> int:
-    """Runs the training step. Prints the version of DeepSpeed, or the reason why DeepSpeed cannot
-    run. Returns the exit code, 0 or 1.
+    """Runs one training step of a tiny model with DeepSpeed. Prints the version of DeepSpeed, or
+    the reason why DeepSpeed cannot run. Returns the exit code, 0 or 1.
     """
     spec = ModelSpec.gpt(
         name="probe", num_layers=1, hidden_size=8, num_heads=1, vocab_size=8, sequence_length=4

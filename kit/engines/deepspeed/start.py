@@ -16,7 +16,7 @@ HARMLESS = {
     r".*all_gather_into_tensor. is deprecated": FutureWarning,
     r".*reduce_scatter_tensor. is deprecated": FutureWarning,
 }
-"""Warnings that are suppressed: the pattern of the message, and the category of the warning.
+"""Maps a pattern of the messages of suppressed warnings to the category of these warnings.
 DeepSpeed 0.19.8 calls collectives of torch 2.13 by deprecated names. Neither the kit nor its user
 can avoid these warnings."""
 
@@ -30,9 +30,10 @@ def import_deepspeed(device: torch.device) -> Any:
 
     On a CPU, DeepSpeed normally compiles a shared-memory collective when it starts. The compilation
     takes half a minute and needs a compiler. It waits forever if a killed job has left a lock in
-    TORCH_EXTENSIONS_DIR. The kit therefore marks this operation as incompatible, and DeepSpeed uses
-    gloo instead. The kit replaces DeepSpeed's whole table of compatible operations. To fill this
-    table, DeepSpeed would test the compiler for each of its operations, none of which the kit uses.
+    TORCH_EXTENSIONS_DIR. The kit therefore marks this operation as incompatible with the machine,
+    so DeepSpeed uses gloo instead. The kit replaces DeepSpeed's whole table of compatible
+    operations. To fill this table, DeepSpeed would test the compiler for each of its operations,
+    none of which the kit uses.
     """
     # The kit uses no compiled code of DeepSpeed. Without this variable, an optimizer module that
     # ZeRO imports would load torch's compiler.

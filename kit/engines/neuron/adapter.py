@@ -172,8 +172,8 @@ class Nxd:
                 gradient.mul_(factor)
 
     def tracing(self) -> list[Any]:
-        """Returns the modules with functions that NxD's tracer must call as a whole instead of
-        tracing their operations.
+        """Returns the Python modules whose functions NxD's tracer must call as a whole, without
+        tracing the operations inside the functions.
         """
         return [self._mappings]
 
@@ -243,8 +243,8 @@ class Nxd:
         )
 
     def embedding(self, *, rows: int, features: int) -> nn.Module:
-        """Returns an embedding whose weight is split over the vocabulary. Each rank gets the full
-        output. `rows` is the vocabulary size, and `features` the hidden size.
+        """Returns an embedding whose weight is split over the vocabulary. Each rank receives the
+        full output. `rows` is the vocabulary size, and `features` the hidden size.
         """
         return self._layers.ParallelEmbedding(
             num_embeddings=rows, embedding_dim=features, dtype=self.dtype, init_method=_leave
@@ -294,8 +294,8 @@ class Nxd:
 
     @functools.cached_property
     def tensor_rank(self) -> int:
-        """Index of this rank in its tensor parallel group, and so of its part of each split
-        matrix.
+        """Index of this rank in its tensor parallel group. It is also the index of the part that
+        this rank holds of each split matrix.
         """
         return self._state.get_tensor_model_parallel_rank()
 
@@ -310,8 +310,9 @@ class Nxd:
         """Ends a graph of Torch-XLA. The operations recorded so far are compiled, if the graph is
         new, and executed.
 
-        No single weight may be read before this call. Reading one weight makes a separate graph,
-        and Torch-XLA 2.9 can confuse two such graphs (github.com/pytorch/xla/issues/8353).
+        Do not read the value of a weight before this call. Reading a weight compiles a separate
+        graph for this weight, and Torch-XLA 2.9 can take one of these graphs for another
+        (github.com/pytorch/xla/issues/8353).
         """
         self._xm.mark_step()
 
@@ -345,18 +346,20 @@ class Nxd:
 
         NxD is called twice: first for the model, then for the optimizer. The sharded optimizer sets
         its master weights from the model when it is loaded. Since NxD 0.17, one call for both would
-        load the optimizer first, and so use the old weights.
+        load the optimizer first, which would then set its master weights from the old weights of
+        the model.
         """
         self._nxd.load_checkpoint(path=folder, tag=tag, model=model)
         if optimizer is not None:
             self._nxd.load_checkpoint(path=folder, tag=tag, optimizer=optimizer)
-            optimizer.zero_grad()  # Loading leaves gradients that are zero, not None.
+            optimizer.zero_grad()  # Loading leaves gradients of zero, which this call removes.
 
     def restart_master_weights(self, *, optimizer: Any) -> None:
         """Rebuilds the sharded optimizer from the model's weights: master weights equal the
         weights, and moments are zero. HLAT does this when the number of replicas has changed.
         """
-        optimizer.optimizer.init_zero()  # torch_xla's ZeroRedundancyOptimizer
+        # The wrapped optimizer is torch_xla's ZeroRedundancyOptimizer.
+        optimizer.optimizer.init_zero()
 
 
 def _host_tensors_copied(state: Any) -> Any:

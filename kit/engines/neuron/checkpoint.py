@@ -56,8 +56,9 @@ class NxdCheckpoints:
         folder = self.checkpoints.path(facts["step"])
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
-            # NxD overwrites files that an older attempt has written for this step. Without its
-            # manifest, the checkpoint is ignored until NxD has finished.
+            # NxD overwrites files that an older attempt has written for this step. The old manifest
+            # is deleted first, so that readers ignore the checkpoint until NxD has written all
+            # files.
             (folder / "manifest.json").unlink(missing_ok=True)
         self.engine.nxd.save(
             folder=str(folder.parent),
@@ -108,8 +109,8 @@ class NxdCheckpoints:
             manifest = Manifest(
                 attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
             )
-            # All tensors are already written. A temporary error of the file system must not make
-            # the checkpoint useless, so writing the manifest is retried.
+            # All tensors are on disk already. A checkpoint without a manifest is useless, so
+            # writing the manifest is retried after a temporary error of the file system.
             retry_disk(lambda: self.checkpoints.complete(folder, manifest))
             self.checkpoints.prune(
                 keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
@@ -117,8 +118,7 @@ class NxdCheckpoints:
 
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         """Returns (sizes in bytes, checksums) of the files that NxD has written, each by file name.
-        The ranks share the work of reading the files. On ranks other than 0, the checksums are
-        empty.
+        Each rank reads a part of the files. On ranks other than 0, the checksums are empty.
         """
         files = from_rank_0(lambda: _sizes(folder), self.group)
         mine = {name: checksum(folder / name) for name in _share(files)}

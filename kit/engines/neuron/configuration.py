@@ -14,21 +14,22 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 
 PROFILES = {0: "hlat-7b", 1: "hlat-70b"}
-"""Name of a set of environment variables in the site file, by ZeRO stage. HLAT's 7B recipe uses
-ZeRO stage 0, and its 70B recipe stage 1. The set has the values that HLAT tuned for the recipe."""
+"""Maps the ZeRO stage to the name of a set of environment variables in the site file. Each set has
+the values that HLAT tuned for one of its two recipes. The 7B recipe uses ZeRO stage 0, and the 70B
+recipe uses ZeRO stage 1."""
 CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 """Environment variables with which HLAT's SDK 2.20 converted torch's floats to bf16. Torch-XLA
-removed them after 2.7, so the kit itself makes the weights bf16. In versions that still read the
-variables, they must be off. Source: "Migration From XLA_USE_BF16 / XLA_DOWNCAST_BF16", AWS Neuron
-documentation 2.28."""
+removed these variables after 2.7, so the kit itself makes the weights bf16. In versions that still
+read the variables, they must be off. Source: "Migration From XLA_USE_BF16 / XLA_DOWNCAST_BF16", AWS
+Neuron documentation 2.28."""
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 """Environment variable that turns on stochastic rounding to bf16."""
 COMPILER = "NEURON_CC_FLAGS"
 """Environment variable with the flags of the compiler neuronx-cc."""
 FIRST_GROUP_ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
-"""Environment variable, on in HLAT's 70B recipe, that makes NxD name only its first tensor parallel
-group. The other groups are then guessed from the first. The guess is wrong for groups of four
-ranks, which are not neighbours."""
+"""Environment variable that HLAT's 70B recipe turns on. NxD then names only its first tensor
+parallel group, and the other groups are derived from this group. The derived groups are wrong for
+groups of four ranks, which are not neighbours."""
 TRN1 = ("trn1", "trn1n", "inf2")
 """Platforms on which NxD puts different key/value heads on neighbouring ranks, and the copies of
 one head on distant ranks."""
@@ -51,8 +52,8 @@ def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel,
         "optimizer_config": {
             "zero_one_enabled": master,
-            # The adapter clips the gradients instead, by a norm in fp32 in which each weight counts
-            # once.
+            # NxD's own clipping is off. The optimizer hook of the adapter (`Nxd._clip`) clips the
+            # gradients by an fp32 norm in which each weight counts once.
             "grad_clipping": False,
         },
         # These values are set explicitly, since different versions of NxD derive them from
@@ -60,8 +61,8 @@ def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
         "mixed_precision_config": {
             "use_master_weights": master,
             "use_fp32_grad_acc": master,
-            # HLAT had False, so that a resume lost the digits of master weights that bf16 cannot
-            # represent.
+            # HLAT set this option to False. A resume then lost the digits of master weights that
+            # bf16 cannot represent.
             "use_master_weights_in_ckpt": master,
         },
         "pipeline_config": pipeline,
@@ -90,11 +91,11 @@ def pipeline_cuts(spec: ModelSpec, plan: Plan) -> list[str]:
 
 
 def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
-    """Returns the environment variables that the plan needs, as values by name. Without them, NxD
-    would compute in another precision, or communicate between other ranks.
+    """Returns the environment variables that the plan needs, as a dict from name to value. Without
+    them, NxD would compute in another precision, or communicate between other ranks.
 
-    `flags` are the compiler flags that are set already. One flag is added to them if the plan needs
-    it.
+    `flags` are the compiler flags that are set already. If the plan needs another flag, the result
+    contains `flags` with this flag added.
     """
     needed = {ROUNDING: "0", **dict.fromkeys(CASTS, "0")}
     if plan.precision == "bf16" and plan.zero_stage == 0:
@@ -107,8 +108,8 @@ def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
 
 
 def job_environment(plan: Plan, site: Site) -> dict[str, str]:
-    """Returns the environment variables of a job, as values by name. On a cluster, they include the
-    values that HLAT tuned, from the site's profile for the ZeRO stage.
+    """Returns the environment variables of a job, as a dict from name to value. On a cluster, the
+    dict includes the values that HLAT tuned, from the site's profile for the ZeRO stage.
 
     Raises:
         ConfigError: The site is a cluster without this profile, so it has no Trainium devices.
@@ -140,7 +141,7 @@ def check_neuron_environment(plan: Plan, environment: Mapping[str, str]) -> None
 
 def check_platform(plan: Plan, spec: ModelSpec, platform: str) -> None:
     """Raises ConfigError if NxD does not support the model's grouped key/value heads on a platform,
-    or if it places copies of heads in another order than on Trn1.
+    or if NxD places copies of these heads in another order than on Trn1.
 
     `kit.engines.neuron.weights` implements only the order of Trn1. `platform` is torch_neuronx's
     name of the platform, for example "trn1".

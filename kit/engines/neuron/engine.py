@@ -10,8 +10,7 @@ recipe has 32 tensor parallel ranks, with every key/value head on 4 of them, and
 NxD training has reached the end of its life. For this engine, stay on SDK 2.28
 (requirements/trainium.txt). `kit.engines.neuron.probe` names the successor. The engine has not run
 on Trainium. The tests compare every call with the recorded signatures of NxD and train with a
-stand-in for NxD. `make test-nxd` trains, saves, resumes and imports with NxD's real source, on a
-CPU.
+simulated NxD. `make test-nxd` trains, saves, resumes and imports with NxD's real source, on a CPU.
 """
 
 import os
@@ -114,8 +113,8 @@ class NeuronEngine(Engine):
     ) -> StepResult:
         """Runs one optimizer step. Returns its loss and its gradient norm before clipping.
 
-        `samples` must have the same shape in all steps. Another shape is another graph, which must
-        be compiled.
+        `samples` must have the same shape in all steps. Each other shape makes a new graph, which
+        must be compiled.
         """
         result = StepResult(self.device)
         loss = self._loss(samples, self.model.run_train)

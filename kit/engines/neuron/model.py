@@ -61,8 +61,8 @@ class NxdStack(nn.Module):
         super().__init__()
         self.embed_tokens = weights.embedding("embedding.tokens.weight")
         self.enter = NxdTurn(weights.nxd, weights.nxd.cut_sequence)
-        # The table is computed on the CPU, where fp32 represents positions of several thousand
-        # exactly. On the device, fp32 may be cast to bf16.
+        # The rotary table is computed on the CPU, where fp32 represents positions of several
+        # thousand exactly. On the device, fp32 may be cast to bf16.
         rotary_2TD = rotary_table(spec, spec.sequence_length, torch.device("cpu"))
         self.layers = nn.ModuleList(
             NxdBlock(spec, plan, weights, f"layers.{i}", rotary_2TD) for i in range(spec.num_layers)
@@ -78,8 +78,8 @@ class NxdStack(nn.Module):
 
 
 class NxdTurn(nn.Module):
-    """Converts activations [B, T, H] of the whole sequence into the split activations that blocks
-    exchange, or back. Without sequence parallelism, the activations are returned unchanged.
+    """Converts activations of the whole sequence, [B, T, H], into this rank's part of the sequence,
+    [T, B, H], or back. Without sequence parallelism, the activations are returned unchanged.
     """
 
     def __init__(self, nxd: Nxd, turn: Callable[[Tensor], Tensor]) -> None:
@@ -111,7 +111,7 @@ class NxdNorm(nn.Module):
 
 class NxdCoreAttention(nn.Module):
     """Attention after the projections: softmax(Q K^T / sqrt(D)) V. A separate module, because
-    selective recomputation computes it again in the backward pass.
+    selective recomputation computes this part again in the backward pass.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -171,8 +171,8 @@ class NxdAttention(nn.Module):
 
 
 class NxdGate(nn.Module):
-    """The product silu(gate) * up. A separate module, because selective recomputation computes it
-    again: it is cheap, and its result is as large as the widest activations.
+    """The product silu(gate) * up. A separate module, because selective recomputation computes this
+    product again. The product is cheap, and its result is as large as the widest activations.
     """
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
@@ -222,8 +222,8 @@ class NxdBlock(nn.Module):
 
 
 class NxdLoss(nn.Module):
-    """Mean cross-entropy of logits that are split over the vocabulary. In both recipes of HLAT it
-    is computed in fp32.
+    """Mean cross-entropy of logits that are split over the vocabulary. The loss is computed in
+    fp32, as in both recipes of HLAT.
     """
 
     def __init__(self, nxd: Nxd, scale: float) -> None:
@@ -243,8 +243,8 @@ class NxdLoss(nn.Module):
 LEAVES = (NxdTurn, NxdNorm, NxdLoss)
 """Modules that NxD's tracer calls as a whole, in addition to blocks and NxD's own layers."""
 RECOMPUTED = {"none": (), "selective": (NxdCoreAttention, NxdGate), "full": (NxdBlock,)}
-"""Modules that are computed again in the backward pass. The key is the value of
-`Plan.recompute`."""
+"""Maps each value of `Plan.recompute` to the classes of the modules that the backward pass computes
+again."""
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:

@@ -33,12 +33,12 @@ PACKAGES = {
     "torch-neuronx": "torch_neuronx",
     "torch-xla": "torch_xla",
 }
-"""Names of the modules that training imports. The key is the name of the package that installs the
-module."""
+"""Maps the name of a package to the name of the module that it installs and that training
+imports."""
 NO_CODE = "is the public index's placeholder, which holds no code"
 PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
-"""Versions on the public package index that install without an error but contain no code. The real
-packages are in AWS's own index."""
+"""Maps the name of a package to a version on the public package index that installs without an
+error but contains no code. The real packages are in AWS's own index."""
 SUPPORTED = ("0.17", "0.18")
 """Supported versions of neuronx-distributed, from SDK 2.28 and 2.29. They are the last SDKs that
 have NxD training and run on a Python version that the kit supports."""
@@ -71,8 +71,8 @@ class NeuronStatus:
 
 
 class NeuronError(MissingPackageError):
-    """NxD is missing, a placeholder without code, of an unsupported version, or broken. The message
-    names which of these is the case.
+    """NxD cannot train on this machine. The message says whether NxD is missing, is a placeholder
+    without code, has an unsupported version, or is broken.
     """
 
     def __init__(self, status: NeuronStatus) -> None:

@@ -117,7 +117,8 @@ class RankWeights:
 
         With k key/value heads and c copies of each head, the ranks hold key/value heads 0..k-1,
         then heads 0..k-1 again, c times in all. The query heads are divided into k c blocks.
-        Position i k + j (copy i of key/value head j) gets block j c + i.
+        Position i k + j of the result is on the rank with copy i of key/value head j, so it has
+        block j c + i of the query heads.
         """
         return (
             whole.unflatten(0, (self.spec.num_kv_heads, self.copies, -1))

@@ -1,6 +1,7 @@
-"""Calibration of the planner on one machine. Its coefficients (efficiencies and latencies) are
-fitted to runs of the machine. Predictions have an interval, and the most useful next runs are
-chosen. This module does not import torch.
+"""Calibration of the planner on one machine. The planner's coefficients (efficiencies and
+latencies) are fitted to runs of the machine. A calibrated planner predicts step times with an
+interval, and proposes the runs that would reduce the uncertainty most. This module does not import
+torch.
 """
 
 import dataclasses
@@ -20,19 +21,19 @@ from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, step_time
 
 UNIDENTIFIED = 0.9
-"""Highest ratio of posterior to prior standard deviation at which the runs determined a
-coefficient. Above it, the runs narrowed the prior too little."""
+"""Highest ratio of posterior to prior standard deviation at which a coefficient counts as
+determined by the runs. Above this ratio, the runs narrowed the prior too little."""
 RUN_NOISE = 0.07
-"""Assumed standard deviation, on the log scale, of the error of a future calibration run. It is
-used to choose the most useful runs. It combines the error of the formula (`Scales.misfit`) and of a
-repeated measurement (`fitting.NOISE`)."""
+"""Assumed standard deviation, on the log scale, of the error of a future calibration run. The value
+is used to choose the most useful runs. It combines the error of the formula (`Scales.misfit`) and
+of a repeated measurement (`fitting.NOISE`)."""
 LOCAL_SPREAD = 1.2
 """Factor by which the prior's standard deviations are larger on a local site. The published
 machines, from which the prior was computed, include no local machine.
 
-`Scales.variance_factor` and Student's tails widen intervals further. Without these two, a factor of
-2 would give equally wide intervals. All 19 runs of the notebooks on two quiet cores lie in their
-intervals."""
+`Scales.variance_factor` and the tails of Student's t distribution widen the intervals further.
+Without these two corrections, a value of 2 would give equally wide intervals. The measured times of
+all 19 notebook runs on two otherwise idle cores lie in the predicted intervals."""
 LOCAL = {
     "gemm_efficiency": (0.6, 0.4),
     "collective_launch_s": (2e-3, 0.65),
@@ -40,10 +41,12 @@ LOCAL = {
     "step_s": (2e-2, 0.95),
 }
 """Maps coefficients to (mean, standard deviation of the logarithm) of their prior on a local site.
-They differ from the prior of clusters, since the processes communicate through gloo and Python."""
+These priors differ from those of clusters, since the processes of a local run communicate through
+gloo and Python."""
 LOCAL_MISFIT = 0.12
 """Smallest standard deviation, on the log scale, of the error of the step time formula on a local
-site. It is large since processes share cores and caches with all other work of the machine."""
+site. The value is large, since processes share cores and caches with all other work of the
+machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ class Prediction:
     """Sentences that warn about layouts with sizes or features that no measured run had."""
     untried: tuple[str, ...]
     """Names of features, for example context parallelism, that no run had to which the planner was
-    fitted. Each of them made the interval of some layout wider."""
+    fitted. Each of these features made the interval of at least one layout wider."""
 
     @property
     def total_s(self) -> Array:
@@ -91,13 +94,14 @@ class Calibration:
     """Mean absolute relative error of the fitted step times of the runs. If there are no runs, the
     value is NaN."""
     hardware: Hardware
-    """Peak rates, bandwidths and sizes of the machine. Predictions use them by default."""
+    """Peak rates, bandwidths and sizes of the machine. Predictions use these numbers unless other
+    hardware is given."""
     measured: interval.MeasuredRange | None
-    """Ranges of model sizes, degrees and batches of the runs. Outside of them, predictions have
-    warnings. If there are no runs, the value is None."""
+    """Ranges of model sizes, degrees and batches of the runs. Predictions for layouts outside these
+    ranges have warnings. If there are no runs, the value is None."""
     misfit: float = interval.SCALES.misfit
     """Standard deviation, on the log scale, of the error of the step time formula on this machine.
-    It does not include the uncertainty of the coefficients."""
+    The uncertainty of the coefficients is not included."""
 
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
         """Returns the predicted step time of each layout with a 90 % interval, and warnings about
@@ -139,9 +143,9 @@ class Calibration:
         """Returns step times in seconds, [count, layouts]. Each row is computed with coefficients
         drawn at random from their posterior.
 
-        The draws give the interval of the ratio of two layouts' step times. Errors of coefficients
-        that affect both layouts equally cancel in this ratio. The draws do not include the error of
-        the formula (`misfit`).
+        The draws give the interval of the ratio between the step times of two layouts. An error of
+        a coefficient that changes the step times of these two layouts by equal factors cancels in
+        the ratio. The draws do not include the error of the formula (`misfit`).
         """
         values = np.random.default_rng(seed).multivariate_normal(
             self._values, self.covariance, size=count, method="svd"
@@ -154,7 +158,8 @@ class Calibration:
         self, candidates: Layouts, count: int, hardware: Hardware | None = None
     ) -> list[int]:
         """Returns the indices of the `count` candidates that are most useful as calibration runs.
-        Their measured step times would reduce the uncertainty of all candidates' predictions most.
+        Measured step times of these candidates would most reduce the uncertainty of the predictions
+        for all candidates.
 
         Raises:
             ConfigError: `count` is larger than the number of candidates.
@@ -196,10 +201,10 @@ def calibrate(
 ) -> Calibration:
     """Returns the coefficients of the step time formula, fitted to runs of one machine.
 
-    The prior of the coefficients comes from published machines. For a local site its standard
-    deviations are larger. Without runs the coefficients are the average of published machines. If
-    `site` is None, the site of the runs is used. If `hardware` is None, the numbers of the site are
-    used.
+    The prior of the coefficients comes from published machines. For a local site the standard
+    deviations of this prior are larger. Without runs the coefficients are the average of published
+    machines. If `site` is None, the site of the runs is used. If `hardware` is None, the numbers of
+    the site are used.
 
     Raises:
         ConfigError: No attempt of a run directory has more steps than the two of the warm-up, the
@@ -249,13 +254,13 @@ def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
 
 def published_calibration(site: Site) -> Calibration:
     """Returns the coefficients of the step time formula, fitted to the published runs of a site. If
-    the site has no published runs, they are the average of published machines.
+    the site has no published runs, the coefficients are the average of the published machines.
 
     The kit contains site files, and a user's site file may name one of them as its `base`. The
-    published runs of this base are used if both have the same device. The fit then uses the numbers
-    of the base. Predictions use the numbers of `site`. `misfit` includes `interval.OTHER_STACK`,
-    since the software stack may differ. Second-hand numbers and rows that were corrected by hand
-    are left out.
+    published runs of this base are used if the base has the same device as `site`. The fit then
+    uses the peak rates and bandwidths of the base. Predictions use those of `site`. `misfit`
+    includes `interval.OTHER_STACK`, since the software stack may differ. Runs whose numbers are
+    second-hand or were corrected by hand are left out.
 
     Raises:
         ConfigError: The site lacks a number that step time needs.
@@ -308,8 +313,8 @@ def propose(
 ) -> list[int]:
     """Returns the indices of `count` candidates that are most useful as calibration runs.
 
-    They are chosen one after the other. Each choice is the candidate whose measurement would reduce
-    the variance of the predictions, summed over all candidates, most. `values` are the present
+    They are chosen one after the other. Each choice is the candidate whose measurement would most
+    reduce the sum of the variances of all candidates' predictions. `values` are the current
     logarithms of the coefficients, and `covariance` is their covariance matrix.
 
     Raises:

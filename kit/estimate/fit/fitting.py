@@ -1,5 +1,5 @@
-"""Maximum a posteriori fits of the coefficients of the step time formula. The prior is the
-distribution of each coefficient over published machines (the population).
+"""Maximum a posteriori fits of the coefficients of the step time formula. The prior of a
+coefficient is its distribution over the published machines (the population).
 
 Coefficients are fitted as logarithms. Each has a normal prior and bounds. Residuals are
 ln(predicted / measured) of the measured runs. They have Student-t tails, since some published runs
@@ -33,13 +33,13 @@ STACK_SPREAD = 0.15
 machine."""
 MOST_LEVERAGE = 0.98
 """Largest leverage, 0 to 1, that is used for the runs of a neural network on their own prediction.
-Larger values are reduced to it, since the linear estimate of the error without these runs is
-meaningless near 1."""
+Larger values are reduced to this limit. Near a leverage of 1, the linear estimate of the error that
+the prediction would have without these runs is meaningless."""
 FEWEST_READINGS = 3
 """Smallest number of measured memory values for a fit of the two numbers of a memory reserve."""
 ROUNDS = 3
-"""Number of rounds of the fit of the population. In each round all machines are fitted with the
-present prior. The prior is then computed again from these fits."""
+"""Number of iterations that compute the prior from all machines. Each iteration fits every machine
+with the current prior, then computes the next prior from these fits."""
 LOW = np.log([BOUNDS[name][0] for name in NAMES])
 """Logarithms of the lowest allowed values of the fitted coefficients, in the order of NAMES."""
 HIGH = np.log([BOUNDS[name][1] for name in NAMES])
@@ -124,13 +124,13 @@ class Fit:
     """Logarithm of the fitted step time factor of each software stack. The array is empty if no
     factors were fitted."""
     left_out_error: Array
-    """Root mean square of ln(predicted / measured), one element per neural network (number of
-    layers and hidden size). All runs of the network are predicted without being fitted. They are
-    left out together, since their errors are similar. The effect is computed from the leverage of
-    these runs, without a second fit."""
+    """Root mean square of ln(predicted / measured) over the runs of each neural network, one
+    element per network. A network is a number of layers and a hidden size. Each network is
+    predicted as if none of its runs had been fitted, since the errors of its runs are similar. No
+    second fit is made: the effect of the left-out runs is computed from their leverage."""
     left_out_variance: Array
-    """Mean variance, on the log scale, of the predictions that `left_out_error` describes, one
-    element per neural network. It contains only the uncertainty of the coefficients."""
+    """Mean variance, on the log scale, of the predicted times of each left-out neural network, one
+    element per network. The variance contains only the uncertainty of the coefficients."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -239,8 +239,8 @@ def _left_out(
     """Returns (root mean squared error, mean variance) on the log scale, two arrays with one
     element per neural network. A network is a number of layers and a hidden size.
 
-    Each network is predicted as by a fit without its runs. No second fit is made: the effect of the
-    runs is computed from their leverage.
+    The runs of each network are predicted as if they had not been fitted. No second fit is made:
+    the effect of these runs on the coefficients is computed from their leverage.
     """
     shapes = np.stack(np.broadcast_arrays(layouts.num_layers, layouts.hidden_size, error)[:2])
     model = np.unique(shapes, axis=1, return_inverse=True)[1].ravel()
@@ -273,12 +273,12 @@ def prior_only(prior: Prior) -> Fit:
 
 def population(machines: Sequence[Rows]) -> Prior:
     """Returns mean and standard deviation of the logarithms of the coefficients over machines
-    (empirical Bayes). They are the prior of a new machine.
+    (empirical Bayes). This mean and this standard deviation are the prior of a new machine.
 
-    Each round fits every machine with the present prior, then computes the mean and the standard
-    deviation of the fits. A machine has more weight in the mean if its runs determine the
-    coefficient better. The first prior (`Prior.guess`) counts as one more machine for the mean, and
-    as two more machines for the standard deviation.
+    Each iteration fits every machine with the current prior, then computes the next prior from the
+    mean and the standard deviation of these fits. A machine has more weight in the mean if its runs
+    determine the coefficient better. The first prior (`Prior.guess`) counts as one more machine for
+    the mean, and as two more machines for the standard deviation.
     """
     hyper = prior = Prior.guess()
     fits = [None] * len(machines)
@@ -302,8 +302,9 @@ def population(machines: Sequence[Rows]) -> Prior:
 def _normal_equations(
     error: Array, slopes: Array, weight: float, values: Array, mean: Array, spread: Array
 ) -> tuple:
-    """Returns (curvature, gradient) of half the loss by the fitted values. Each run is weighted by
-    the Student-t distribution, so that a large error has less weight.
+    """Returns (curvature, gradient): the approximate second and the first derivatives of half the
+    loss with respect to the fitted values. Each run is weighted by the Student-t distribution, so
+    that a large error has less weight.
     """
     weights = weight * (TAIL + 1) / (TAIL + error**2)
     curvature = slopes.T @ (slopes * weights[:, None]) + np.diag(1 / spread**2)
@@ -316,10 +317,11 @@ def fit_reserve(
     """Returns the memory reserve with the factor and the extra bytes that agree best with measured
     memory. These two numbers are fitted.
 
-    The fit minimises the mean absolute relative error, since single values in published tables are
-    wrong. `state` (weights, gradients and optimizer) and `dynamic` (allocated in each step) are
-    modelled bytes on the measured device, one element per run. `used_bytes` are the measured bytes,
-    which a monitor or the allocator showed. The sharpness is copied from `start`.
+    The fit minimises the mean absolute relative error, since some values in published tables are
+    wrong, and a mean of squares would give them more weight. `state` (weights, gradients and
+    optimizer) and `dynamic` (allocated in each step) are modelled bytes on the measured device, one
+    element per run. `used_bytes` are the measured bytes, which a monitor or the allocator showed.
+    The sharpness is copied from `start`.
 
     Raises:
         ConfigError: There are fewer than FEWEST_READINGS measured runs.
@@ -357,7 +359,7 @@ def minimise(loss: Callable[[Array], float], start: Array) -> Array:
                     best = trial
                     value = new
                     break
-        # The numbers that follow if all moves of this round are made a second time.
+        # Trial point: all moves of this round are made a second time.
         onwards = best * (best / before)
         if best is before:
             step /= 2

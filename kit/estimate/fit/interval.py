@@ -2,11 +2,11 @@
 
 The logarithm of the step time has a Student-t distribution around the prediction. Its variance is
 the sum of three variances. The first is the uncertainty of the coefficients. The second is the
-error of the step time formula on this machine (misfit). It has a prior value, which is corrected by
-the errors of the machine's runs. These errors are computed for one neural network at a time, as if
-its runs had not been fitted. The third is for features that no fitted run had (untried traits). The
-scales of the variances were chosen on machines and code bases that were left out of the fit (`make
-validate`).
+error of the step time formula on this machine (misfit). This error has a prior value, which is
+corrected by the errors of the machine's runs. The errors of the runs are computed for one neural
+network at a time, as if its runs had not been fitted. The third is for features that no fitted run
+had (untried traits). The scales of the variances were chosen on machines and code bases that were
+left out of the fit (`make validate`).
 """
 
 import dataclasses
@@ -26,13 +26,14 @@ UNTRIED = 0.05
 feature of the layout that no fitted run had. Runs with such features hardly determine this number:
 values from 0 to 0.1 are about equally likely."""
 OTHER_CODE_BASE = 16
-"""Number of untried traits for which compiled blocks count. A layout with compiled blocks runs a
-code base that is not in the fit, so its prediction is very uncertain.
+"""Number of untried traits (features that no fitted run had) as which compiled blocks count. A
+layout with compiled blocks runs a code base that is not in the fit, so its prediction is very
+uncertain.
 
-With other machines and code bases in the fit, published runs of torchtitan have an error of a third
-(0.2 to 0.3 on the log scale). With other runs of the same machine in the fit, the error is 20 % for
-64 A100 and 2 % for 64 MI250X. For torchtitan's table for H100 with 500 W and 2.4 TB/s, the error is
-18 % where half the products are recomputed (`selective op` of torchtitan)."""
+If only other machines and code bases are fitted, published runs of torchtitan are predicted with an
+error of a third (0.2 to 0.3 on the log scale). If other runs of the same machine are fitted, the
+error is 20 % for 64 A100 and 2 % for 64 MI250X. For torchtitan's table for H100 with 500 W and 2.4
+TB/s, the error is 18 % where half the products are recomputed (`selective op` of torchtitan)."""
 OTHER_STACK = 0.08
 """Standard deviation, on the log scale, of the ratio of step times between a new trainer or release
 and the published runs of its machine. It is the smallest value with which intervals contain 85 % of
@@ -51,16 +52,17 @@ ratio is bytes/s of one device per FLOP/s that its matrix products reach in bf16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Numbers that determine the width of prediction intervals. They give the narrowest intervals
-    that contain 90 % of the step times of machines that were left out of the fit (`make validate`).
+    """Numbers that determine the width of prediction intervals. These numbers give the narrowest
+    intervals that contain 90 % of the step times of machines that were left out of the fit (`make
+    validate`).
     """
 
     misfit: float = 0.04
     """Standard deviation, on the log scale, of the error of the step time formula on a machine
     without measured runs."""
     prior_models: float = 6.0
-    """Weight of the prior value `misfit` against measured errors. Each neural network that ran on
-    the machine has weight 1."""
+    """Weight of the prior value `misfit` against measured errors. The measured error of each neural
+    network that ran on the machine has weight 1."""
     variance_factor: float = 2.25
     """Factor by which the variance of a prediction that comes from the coefficients is multiplied.
     Coefficients of new machines vary more than those of the fitted machines."""
@@ -86,7 +88,8 @@ class Scales:
         """
         misfit_variance = misfit**2
         if num_runs:
-            # The coefficients were fitted to runs whose step times also differ from the formula.
+            # The step times of the fitted runs also differ from the formula. This adds misfit^2 /
+            # num_runs to the variance of the prediction.
             misfit_variance = (1 + 1 / num_runs) * misfit**2
         untried_variance = num_untried * UNTRIED**2
         deviation = np.sqrt(self.variance_factor * variance + misfit_variance + untried_variance)
@@ -162,9 +165,9 @@ def rare_traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     """Returns the features of layouts that at most one code base among the fitted runs has. The
     result maps the name of a feature to an array with one element per layout.
 
-    An element is 0 if the layout does not have the feature. Otherwise it is the number of untried
-    traits for which the feature counts, usually 1. The fit cannot separate the effect of such a
-    feature from the effect of the code base.
+    An element is 0 if the layout does not have the feature. Otherwise the element is the number of
+    untried traits as which the feature counts, usually 1. The fit cannot separate the effect of a
+    feature that only one code base has from the effect of this code base.
     """
     x = layouts
     found = {
@@ -186,11 +189,13 @@ def untried_counts(
 ) -> dict[str, Array]:
     """Returns the features of layouts that no fitted run had. The result maps the name of a feature
     to an array with one element per layout. An element is 0 if the layout does not have the
-    feature. Otherwise it is the number of untried traits for which the feature counts.
+    feature. Otherwise the element is the number of untried traits as which the feature counts,
+    usually 1.
 
     `measured` is the range of the machine's own runs, or None. `known` maps each kind of bandwidth
-    to (lowest, highest) ratio to the rate of products, as BALANCES. It is used only if the machine
-    has no runs, since runs of the machine show the effect of its bandwidths.
+    to the (lowest, highest) ratio of this bandwidth to the FLOP/s of matrix products among the
+    fitted machines. `known` is used only if the machine has no runs, since runs of the machine show
+    the effect of its bandwidths.
     """
     tried = frozenset() if measured is None else measured.traits
     widest = 1.0 if measured is None else measured.bounds["tensor_parallel"][1]
@@ -241,8 +246,8 @@ class MeasuredRange:
 
     @classmethod
     def of(cls, layouts: Layouts, hardware: Hardware) -> Self:
-        """Returns the range of the sizes of measured runs, and their rare features. The runs had
-        `layouts` on `hardware`.
+        """Returns the range of the sizes of measured runs, and their rare features. `layouts` and
+        `hardware` describe the layouts and the machines of these runs.
         """
         bounds = {}
         for name, values in layout_features(layouts).items():

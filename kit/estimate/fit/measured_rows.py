@@ -25,7 +25,8 @@ WARM_UP = 2
 """Number of warm-up steps at the start of each attempt. Their times are ignored."""
 CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
 """Peak in FLOP/s, and memory and link bandwidths in bytes/s, of one CPU core. Only their orders of
-magnitude are right. They are assumed for a local site without measured numbers."""
+magnitude are right. These numbers are assumed for a local site that `kit bench` has not
+measured."""
 
 
 def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | None) -> Rows:
@@ -66,9 +67,9 @@ def published_rows(runs: Sequence[PublishedRun], site: Site | None = None) -> Ro
 
 
 def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
-    """Returns peak rates, bandwidths and sizes of the machine of a published run. They come from
-    `site`, or else from the run's own site. If there is neither, they are estimated in proportion
-    to the peak of the device (`Hardware.like`).
+    """Returns peak rates, bandwidths and sizes of the machine of a published run. The numbers come
+    from `site`, or from the run's own site if `site` is None. If the run has no site either, they
+    are estimated in proportion to the peak of the device (`Hardware.like`).
 
     Raises:
         ConfigError: The site lacks a number. Or the run has no site, and the peak of its device is
@@ -88,12 +89,12 @@ def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
 
 
 def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
-    """Returns peak rates, bandwidths and sizes of a site for each layout. On a local site they
-    depend on the layout, since its processes share the cores.
+    """Returns peak rates, bandwidths and sizes of a site for each layout. On a local site the
+    numbers depend on the layout, since all processes of a layout share the cores.
 
     Products in fp16 are assumed to be as fast as products in bf16, as in the fit (`hardware_of`).
-    Site files state the measured rate of products only for bf16. This rate is below the usual share
-    of the peak.
+    Site files state the measured rate of products only for bf16. Without a measured rate for fp16,
+    the usual share of the peak would be assumed, which is above the measured rate.
 
     If the peak, the memory bandwidth or the links of a local site were not measured by `kit bench`,
     the numbers of `CORE` are used.

@@ -69,19 +69,22 @@ MAY_BE_OPEN = {
     "flash_attention": "flash_attention",
     "micro_batch": "micro_batch_size",
 }
-"""Maps each column for which a usual value is assumed if it is empty, to the name of this
-assumption in `PublishedRun.assumed`."""
+"""Maps each column that may be empty to the name that is then listed in `PublishedRun.assumed`. For
+an empty column, a usual value is assumed."""
 SPEEDUP = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
 """Maps a format narrower than bf16 to the largest ratio of its peak FLOP/s to the bf16 peak (NVIDIA
 Blackwell data sheets). For nvfp4 the ratio is 4 on GB200 and 6 on GB300."""
 NEVER_SEEN = 0.92
-"""Largest share of the peak FLOP/s, 0 to 1, that a published large matrix product reached. Faster
-runs are refused, unless the site file states a measured rate, which is then the limit."""
+"""Largest share of the peak FLOP/s, 0 to 1, that a published large matrix product reached. Runs
+with a higher rate are refused. If the site file states a measured rate of matrix products, that
+rate is the limit instead."""
 Lines = list[tuple[int, str]]
-"""Rows of a CSV file that are not used, as (line number, reason why the row is not used)."""
+"""Rows of a CSV file that are not used, as a list of (line number, reason why the row is not
+used)."""
 FLOP_BASIS = {Basis.MODEL: FlopBasis.MODEL, Basis.HARDWARE: FlopBasis.MEGATRON_RECOMPUTE}
-"""Maps the FLOP count of a publication to the FLOP count of the kit. Only with these counts can
-published FLOP/s be converted into a step time."""
+"""Maps the way in which a publication counts FLOPs (without or with recomputation) to the counting
+method of the kit. Published FLOP/s can be converted into a step time only if FLOPs were counted in
+one of these ways."""
 
 
 def load(
@@ -109,7 +112,7 @@ def load(
 
 def of_site(name: str) -> tuple[PublishedRun, ...]:
     """Returns the published, measured runs of a machine. `name` is the name of a site file that the
-    kit contains. Second-hand numbers and rows that were corrected by hand are left out.
+    kit contains. Runs whose numbers are second-hand or were corrected by hand are left out.
     """
     return tuple(
         run
@@ -258,9 +261,9 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
     """
     flash = x["flash_attention"]
     if flash is None:
-        # GPT-style models were recomputed to save the memory of attention scores. Fused attention
-        # does not write scores, so these runs did not use it. On Trainium scores are always
-        # written to memory.
+        # Runs of GPT-style models used recomputation to save the memory of attention scores. Fused
+        # attention writes no scores to memory, so a run with recomputation did not use fused
+        # attention. On Trainium scores are always written to memory.
         recomputes = x["recompute"] not in (None, "none")
         saves = recomputes and not _is_llama(x) and x["zero_stage"] != 3
         flash = 0 if saves or x["gpu"].startswith("Trainium") else 2
@@ -298,7 +301,8 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
     """Raises ConfigError if a run has more stages than layers allow, a utilisation above 1, or a
     rate in FLOP/s above the highest rate of a matrix product.
     """
-    # Embedding and loss may each be a stage of their own, in addition to the layers.
+    # The number of stages may exceed the number of layers by 2, since the embedding and the loss
+    # may each be a separate stage.
     if run.spec.num_layers + 2 < run.plan.num_stages:
         raise ConfigError(
             f"pp: {run.plan.pipeline_parallel} x {run.plan.virtual_stages} stages of"

@@ -120,7 +120,7 @@ class PublishedRun:
 
     def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
         """Returns the FLOP/s of one device, computed from the measured step time. `basis` decides
-        which FLOPs are counted. For a run out of memory the result is None.
+        which FLOPs are counted. If the run ran out of memory, the result is None.
         """
         if self.step_time_s is None:
             return None
@@ -150,8 +150,8 @@ SAID = (
     "gradient_bytes",
     "offloaded_layers",
 )
-"""Fields of PublishedRun that are copied into columns of Layouts of equal name. They describe
-kernels, overlap and offload."""
+"""Fields of PublishedRun that are copied into columns of Layouts of equal name. These fields
+describe kernels, overlap of communication with computation, and offload of activations."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:

@@ -50,7 +50,9 @@ class Kernels(Record):
     addition to the model and the layout.
     """
 
-    dropout: bool = field_doc("whether dropout masks are saved, in models without gate")
+    dropout: bool = field_doc(
+        "whether dropout masks are saved for the backward pass. Gated models (Llama) have none"
+    )
     fused_gate: bool = field_doc(
         "whether silu(gate) * up is one kernel, so that silu(gate) is not saved"
     )
@@ -59,7 +61,8 @@ class Kernels(Record):
         " its projections. elementwise: all operations except matrix products and attention"
     )
     gathered_inputs: bool = field_doc(
-        "whether sequence parallelism saves the gathered inputs of matrix products, not the shards"
+        "whether each rank saves the gathered inputs of matrix products (whole sequence) under"
+        " sequence parallelism, instead of its part of the sequence"
     )
     gathered_logits: bool = field_doc(
         "whether each tensor parallel rank computes the loss over the whole vocabulary"
@@ -84,18 +87,19 @@ class Kernels(Record):
         "bytes per logit of a chunk, summed over all copies of the logit", default=0
     )
     fully_sharded: bool = field_doc(
-        "whether memory is used as by torch's fully_shard. A device has only fp32 shards of"
+        "whether torch's fully_shard shards the weights. A device then holds only fp32 shards of"
         " weights, and gradients are reduced block by block. Gradients of a single micro-batch"
         " reuse the memory of its activations",
         default=False,
     )
     gradient_copy_bytes: float = field_doc(
-        "bytes of an unsharded gradient that ZeRO 0 to 2 keep in addition to the accumulated"
-        " gradient",
+        "bytes per parameter of the unsharded gradients that ZeRO 0 to 2 keep in addition to the"
+        " accumulated gradients",
         default=0,
     )
     reduction_bytes: float = field_doc(
-        "bytes per parameter of the copy that ZeRO 1 makes to reduce accumulated gradients",
+        "bytes per parameter of the temporary copy in which ZeRO 1 reduces the accumulated"
+        " gradients over the replicas",
         default=0,
     )
     bucket_bytes: float = field_doc(
@@ -103,7 +107,8 @@ class Kernels(Record):
         default=0,
     )
     tied_positions: bool = field_doc(
-        "whether the last stage has learned positions in addition to its tied embedding",
+        "whether the last pipeline stage holds a copy of the learned position embeddings, in"
+        " addition to its copy of the tied token embedding",
         default=False,
     )
 
@@ -137,9 +142,10 @@ KIT = Kernels(
 )
 """Kernels of the kit's decoder. Tests measure their memory.
 
-The 14 bytes per logit are logits in bf16 and fp32, log-softmax and gradient. Without tensor and
-pipeline parallelism the loss is computed in chunks (`kit.model.cross_entropy`). The 10 bytes per
-logit of a chunk are logits in bf16 and fp32, and log-softmax."""
+The 14 bytes per logit are 2 for bf16 logits, 4 for fp32 logits, 4 for the log-softmax and 4 for the
+gradient. Without tensor and pipeline parallelism the loss is computed in chunks
+(`kit.model.cross_entropy`). The 10 bytes per logit of a chunk are 2 for bf16 logits, 4 for fp32
+logits and 4 for the log-softmax."""
 
 TORCHTITAN = KIT.replace(chunk_logits=0, chunk_logit_bytes=0, logit_bytes=10, fused_gate=True)
 """Properties of torchtitan's kernels with compiled blocks. For the backward pass the blocks save
@@ -157,12 +163,15 @@ ZeRO 1 (`BF16_Optimizer`) and ZeRO 2 keep bf16 gradients in addition to their fp
 the sums, ZeRO 1 casts all of them to bf16 at once (`allreduce_bucket`). The bucket
 (`reduce_bucket_size`) has 5e8 elements of 2 bytes."""
 KERNELS_BY_MODEL = {"torch": KIT, "deepspeed": DEEPSPEED, "megatron": MEGATRON}
-"""Maps the name of an engine's memory model (`Capabilities.memory_model`) to its kernels."""
+"""Maps each value of `Capabilities.memory_model` to the kernels whose memory the planner assumes.
+The value names the code base that an engine's memory use resembles."""
 
 
 def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
-    """Returns the kernels of an engine of the kit. If `device` is a GPU of known memory, the number
-    of logits per chunk of the loss depends on this memory. Otherwise it is the number for a CPU.
+    """Returns the properties of an engine's kernels.
+
+    The loss is computed in chunks of logits. If `device` is a GPU whose memory size is known, the
+    chunk size follows from this memory. Otherwise it is the chunk size for a CPU.
     """
     kernels = KERNELS_BY_MODEL[capabilities_of(engine).memory_model]
     memory = device and device.is_gpu and device.memory_bytes
@@ -173,9 +182,8 @@ def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class LayerActivations:
-    """Bytes that one layer saves for its backward pass, per token of a micro-batch. Each property
-    has the bytes of some tensors, with one element per layout. Symbols are defined in the docstring
-    of the module.
+    """Activations that one layer saves for its backward pass, in bytes per token of a micro-batch.
+    Each property is an array with one element per layout.
     """
 
     layouts: Layouts
@@ -210,16 +218,17 @@ class LayerActivations:
     @cached_property
     def norm_input_bytes(self) -> Array:
         """Bytes per token of the inputs of both norms of a layer: 4 h / q, with hidden size h and
-        sequence split over q ranks. An RMSNorm that is not fused needs 2 `norm_bytes` h / q.
+        sequence split over q ranks. If RMSNorm is not fused, both norms together need 2 n h / q,
+        with n = `Kernels.norm_bytes`.
         """
         each = self.layouts.where(self._has_fused_norm, 4.0, 2 * self.kernels.norm_bytes)
         return each * self.residual_size
 
     @cached_property
     def layer_input_bytes(self) -> Array:
-        """Bytes per token of the input of the layer: 2 h / q, with hidden size h and sequence split
-        over q ranks. A fused first norm and full recomputation both save this tensor. If the norm
-        is not fused, the value is 0.
+        """Bytes per token of the layer's input, in bf16: 2 h / q, with hidden size h and sequence
+        split over q ranks. The fused first norm saves this tensor, and full recomputation saves it
+        too. If the norm is not fused, the value is 0.
         """
         return self.layouts.where(self._has_fused_norm, 2.0, 0.0) * self.residual_size
 
@@ -241,10 +250,11 @@ class LayerActivations:
 
     @cached_property
     def attention_score_bytes(self) -> Array:
-        """Bytes per token of the log-sum-exp of fused attention: 4 a / t, with a heads and tensor
-        parallel degree t. If scores are written to memory, they need `score_bytes` a s / t instead,
-        with sequence length s, or 2 a s / t if mask and softmax are fused. Dropout needs 3 a s / t
-        more.
+        """Bytes per token that attention saves to compute the gradients of its scores.
+
+        Fused attention saves only the log-sum-exp: 4 a / t, with a heads and tensor parallel degree
+        t. Attention that writes its scores to memory saves `score_bytes` a s / t, with sequence
+        length s. If mask and softmax are fused, it saves 2 a s / t. Dropout needs 3 a s / t more.
         """
         layouts = self.layouts
         kernels = self.kernels
@@ -268,9 +278,9 @@ class LayerActivations:
 
     @cached_property
     def all_bytes(self) -> Array:
-        """Bytes per token that are saved without recomputation: inputs of matrix products and
-        norms, tensors of attention and feed-forward, and dropout masks. Masks need 2 bytes per
-        element of the residual stream.
+        """Bytes per token that the forward pass stores for the backward pass if nothing is
+        recomputed: inputs of matrix products and norms, tensors of attention and feed-forward, and
+        dropout masks. Masks need 2 bytes per element of the residual stream.
         """
         masks: Array | float = 0.0
         if self.kernels.dropout:
@@ -294,12 +304,13 @@ class LayerActivations:
 
     @cached_property
     def _selectively_saved_bytes(self) -> Array:
-        """Bytes per token that are saved under selective recomputation.
+        """Bytes per token that the forward pass stores for the backward pass under selective
+        recomputation.
 
-        If `kernels.selective` is `attention`, all tensors are saved except scores that are written
-        to memory. If it is `elementwise`, the layer's input and the results of all matrix products
-        and of attention are saved. Results of row-split products are saved before and after their
-        sum over tensor parallel ranks.
+        If `kernels.selective` is `attention`, all tensors are stored except the attention scores,
+        which only unfused attention writes to memory. If `kernels.selective` is `elementwise`, the
+        layer's input and the results of all matrix products and of attention are stored. Results of
+        row-split products are stored before and after their sum over tensor parallel ranks.
         """
         layouts = self.layouts
         if self.kernels.selective == "attention":
@@ -321,9 +332,10 @@ class LayerActivations:
         """Bytes per token of the tensors that the backward pass recomputes under selective
         recomputation.
 
-        If `kernels.selective` is `attention`, these tensors are the scores that are written to
-        memory. If it is `elementwise`, they are the results of norms, rotary embedding and
-        activation function, and the inputs of matrix products.
+        If `kernels.selective` is `attention`, these tensors are the attention scores, which only
+        unfused attention writes to memory. If `kernels.selective` is `elementwise`, the tensors are
+        the results of norms, rotary embedding and activation function, and the inputs of matrix
+        products.
         """
         layouts = self.layouts
         if self.kernels.selective == "attention":
@@ -341,7 +353,8 @@ class LayerActivations:
     @cached_property
     def saved_bytes(self) -> Array:
         """Bytes per token of a micro-batch that one layer saves from the forward pass until the
-        backward pass. They depend on the recomputation of each layout.
+        backward pass. The value of a layout depends on its kind of recomputation: none, selective
+        or full.
         """
         recompute = self.layouts.recompute
         some = np.where(recompute == _NONE, self.all_bytes, self._selectively_saved_bytes)
@@ -352,8 +365,8 @@ class LayerActivations:
     @cached_property
     def workspace_bytes(self) -> Array:
         """Bytes per token that exist only during the backward pass of a layer: recomputed tensors,
-        and the gradients before and after the activation function. The gradients need 4 f / t, with
-        feed-forward size f and tensor parallel degree t.
+        and the gradients of the input and the output of the activation function. These gradients
+        need 4 f / t, with feed-forward size f and tensor parallel degree t.
         """
         recompute = self.layouts.recompute
         some = np.where(recompute == _NONE, 0.0, self._selectively_recomputed_bytes)
@@ -381,7 +394,8 @@ def microbatches_in_flight(layouts: Layouts, stage: Any) -> Array:
     v = layouts.virtual_stages
     code = layouts.schedule
     remaining = p - stage
-    # For v = 1 the formula of interleaved schedules is not valid for 1f1b: it gives 2 (p - i) - 1.
+    # 1f1b is not the case v = 1 of the formula for interleaved schedules. For v = 1 this formula
+    # gives 2 (p - i) - 1 micro-batches on device i of p, while 1f1b has only p - i.
     interleaved = ((v - 1) * p + 2 * remaining - 1) / v
     units = np.where(code == _CODE["1f1b"], remaining, p)
     units = np.where(code == _CODE["interleaved"], interleaved, units)

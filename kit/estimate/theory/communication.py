@@ -17,8 +17,9 @@ from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 
 SMALL_SUMS = 4
-"""Number of all-reduces of a few bytes per step. They sum the loss, the tokens, the gradient norm,
-and whether a gradient is not finite (Megatron-LM: training.py, clip_grads.py)."""
+"""Number of all-reduces of a few bytes per step. They sum the loss, the number of tokens, the
+squared gradient norm, and a flag for gradients that are not finite (Megatron-LM: training.py,
+clip_grads.py)."""
 
 
 class Link(NamedTuple):
@@ -47,9 +48,9 @@ class GroupLinks:
 
     @cached_property
     def tensor(self) -> Link:
-        """Rate and latency of all-reduces in a tensor parallel group of g ranks. Inside a node they
-        use the node's links in a ring of 2 (g - 1) steps. If the group spans nodes, the network
-        limits the rate, and a tree adds 2 log2(number of nodes) steps.
+        """Rate and latency of all-reduces in a tensor parallel group of g ranks. Inside a node, an
+        all-reduce uses the node's links in a ring of 2 (g - 1) steps. If the group spans nodes, the
+        network limits the rate, and a tree adds 2 log2(number of nodes) steps.
         """
         ranks = self.layouts.tensor_parallel
         coefficients = self.coefficients
@@ -65,8 +66,9 @@ class GroupLinks:
 
     @property
     def context(self) -> Link:
-        """Rate and latency of context parallel groups. If groups span nodes, all groups of a node
-        share its network. The latency is the time of one step of a ring, or of one all-to-all.
+        """Rate and latency of context parallel groups. If groups span nodes, all groups of one node
+        share the network connection of this node. The latency is the time of one step of a ring, or
+        of one all-to-all.
         """
         ranks = self.layouts.tensor_parallel * self.layouts.context_parallel
         groups = np.minimum(self.layouts.tensor_parallel, self.hardware.node_devices)
@@ -91,8 +93,8 @@ class GroupLinks:
     @cached_property
     def data(self) -> Link:
         """Rate and latency of all-reduces in a data parallel group. A group inside a node uses the
-        node's links. If the group spans nodes, it uses its share of the network, and the latency
-        is the time of 2 log2(2 x number of nodes) steps.
+        node's links. If the group spans nodes, the rate is the group's share of the network, and
+        the latency is the time of 2 log2(2 x number of nodes) steps.
         """
         x = self.layouts
         coefficients = self.coefficients
@@ -108,8 +110,9 @@ class GroupLinks:
     @cached_property
     def shard(self) -> Link:
         """Rate and latency of the group of ranks over which ZeRO shards. If groups of `shard_size`
-        replicas fit into a node, they use the node's links. These are assumed to be at least as
-        fast as the ring over all replicas. Otherwise the link is equal to `data`.
+        replicas fit into a node, they use the node's links. The node's links are assumed to be at
+        least as fast as the ring over all replicas. Otherwise rate and latency are equal to those
+        of the data parallel group.
         """
         if not np.any(self.layouts.shard_size):
             return self.data
@@ -124,8 +127,8 @@ class GroupLinks:
     @property
     def copy(self) -> Link:
         """Rate and latency of all-reduces between the ranks that hold copies of one ZeRO shard.
-        Each device of a shard group reduces its own shard, so the devices of a node share its
-        network.
+        Each device of a shard group reduces its own shard, so all devices of a node share the
+        network connection of this node.
         """
         tensor_parallel = self.layouts.tensor_parallel
         node_devices = self.hardware.node_devices
@@ -138,8 +141,9 @@ class GroupLinks:
     @cached_property
     def _data_efficiency(self) -> Array:
         """Share of the bandwidth, 0 to 1, that gradient reduction and weight gathering reach. If
-        they overlap with computation, it is the efficiency of the network, since gradients and
-        weights are in contiguous buffers (Megatron-Core's `ParamAndGradBuffer`).
+        this communication overlaps with computation, the value is the efficiency of the network,
+        since gradients and weights are in contiguous buffers (Megatron-Core's
+        `ParamAndGradBuffer`).
         """
         x = self.layouts
         coefficients = self.coefficients
@@ -156,13 +160,15 @@ class GroupLinks:
 
     @property
     def _network_rate(self) -> Array | float:
-        """Bytes/s out of a node that the network reaches, for all devices of the node together."""
+        """Bytes/s at which all devices of a node together send to other nodes: the network
+        bandwidth times its fitted efficiency.
+        """
         return self.hardware.network_bytes_per_s * self.coefficients.network_efficiency
 
     @cached_property
     def _nodes(self) -> Array:
         """Number of nodes that a data parallel group spans: tensor x context x data parallel degree
-        / devices of a node. If it is above 1, the group communicates between nodes.
+        / devices of a node. If the number is above 1, the group communicates between nodes.
         """
         replicas = self.layouts.context_parallel * self.layouts.data_parallel
         return self.layouts.tensor_parallel * replicas / self.hardware.node_devices
@@ -171,8 +177,9 @@ class GroupLinks:
     def _network_share(self) -> Array:
         """Bytes/s at which one data parallel group communicates between nodes.
 
-        All groups of a node share its network. In jobs of more than 8 nodes, the nodes also share
-        the links of the network, so the rate falls. A full fat tree has no such contention.
+        All groups of a node share the network connection of this node. In jobs of more than 8
+        nodes, the nodes also share the links of the network, so the rate falls. A full fat tree has
+        no such contention.
         """
         node_devices = self.hardware.node_devices
         jobs = np.maximum(1.0, self.layouts.num_devices / (8 * node_devices))
@@ -252,7 +259,7 @@ def exposed_seconds(communication_s: Array, work_s: Array) -> Array:
     of computation at the same time.
 
     The result is sqrt(communication^2 + work^2) - work, a smooth form of max(communication, work) -
-    work. It is small if communication is shorter than computation. If communication is much longer,
-    it approaches their difference.
+    work. The result is small if communication is shorter than computation. If communication is much
+    longer, the result approaches the difference of the two times.
     """
     return np.hypot(communication_s, work_s) - work_s

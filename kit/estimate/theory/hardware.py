@@ -33,8 +33,8 @@ EXAMPLES = {
     "intra_node": "300e9",
     "inter_node_bytes_per_s": "100e9",
 }
-"""Maps fields of a site file to example values, which an error message shows. They are the values
-of an A100 with 80 GB."""
+"""Maps the name of a field in a site file to an example value, that of an A100 with 80 GB. An error
+message about missing fields shows these values."""
 
 JOULES_PER_FLOP = {
     "bf16": 700 / 794.5e12,
@@ -43,9 +43,9 @@ JOULES_PER_FLOP = {
     "mxfp8": 700 / 1402.6e12,
     "nvfp4": 350 / 1402.6e12,
 }
-"""Maps number formats to the energy of matrix products in joules per FLOP. It is 700 W of an H100
-divided by the FLOP/s that the H100 reaches (ml-engineering, maximum achievable matmul FLOPS). nvfp4
-is assumed to need half the energy of fp8, since its elements have half the bits."""
+"""Maps number formats to the energy of matrix products in joules per FLOP. The energy is the 700 W
+of an H100, divided by the FLOP/s that the H100 reaches (ml-engineering, maximum achievable matmul
+FLOPS). nvfp4 is assumed to need half the energy of fp8, since its elements have half the bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Hardware(ArrayColumns):
     """Highest sustained FLOP/s of matrix products in bf16 on one device. Attention and logits are
     computed in bf16."""
     matmul_flops_per_s: Number
-    """Highest sustained FLOP/s of matrix products of linear layers on one device. Their number
-    format may be narrower than bf16."""
+    """Highest sustained FLOP/s of matrix products of linear layers on one device. These products
+    may use a number format narrower than bf16."""
     memory_bytes: Number
     """Bytes of memory of one device."""
     memory_bytes_per_s: Number
@@ -93,8 +93,9 @@ class Hardware(ArrayColumns):
 
     @classmethod
     def of(cls, site: Site, dtype: str = "bf16") -> Self:
-        """Returns the numbers of a site for training in which linear layers multiply in `dtype`. If
-        `dtype` is narrower than bf16, the peak and the rate of attention are still the bf16 rates.
+        """Returns the peak rates, bandwidths and sizes of a site, for training in which linear
+        layers multiply in `dtype`. If `dtype` is narrower than bf16, the peak and the rate of
+        attention are still the bf16 rates.
 
         Raises:
             ConfigError: The site lacks a number that step time needs, for example the peak of the
@@ -108,7 +109,8 @@ class Hardware(ArrayColumns):
         _check_units(site)
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
-        # If the site states no links, devices are assumed to communicate through shared memory.
+        # If the site states no links, devices are assumed to communicate through shared memory, so
+        # the memory bandwidth is used as the bandwidth of the links.
         near = tiers[0].bytes_per_s.value if tiers else memory_rate
         network = site.links.inter_node_bytes_per_s
         price = site.price_per_node_hour
@@ -138,7 +140,7 @@ class Hardware(ArrayColumns):
     @classmethod
     def like(cls, peak_flops_per_s: float) -> Self:
         """Returns estimated numbers for a machine without a site file. They are the numbers of a
-        node with 8 A100, with FLOP/s and bandwidths scaled in proportion to the peak.
+        node with 8 A100, with FLOP/s and bandwidths scaled in proportion to `peak_flops_per_s`.
         """
         scale = peak_flops_per_s / 312e12
         return cls(
@@ -169,8 +171,8 @@ def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
     devices is computed. The error names all missing numbers with an example of each.
 
     Processes on one CPU communicate through its memory, so links of CPU cores need not be stated.
-    Links of accelerators must be stated, since the bandwidth of their memory says nothing about the
-    bandwidth of a link.
+    Links of accelerators must be stated, since their bandwidth cannot be derived from the bandwidth
+    of the memory.
     """
     device = site.device
     links = site.links
@@ -296,8 +298,9 @@ class Coefficients(Record):
 
     The bounds are physical limits. No efficiency is above 1, so no bandwidth is above the peak.
     `factor` multiplies the whole step time and is at least 1. Therefore no fit can result in a
-    matrix product or link that is faster than the highest measured rate. The standard deviation of
-    a coefficient over machines is its prior when a new machine is calibrated.
+    matrix product or link that is faster than the highest measured rate. When a new machine is
+    calibrated, the prior of a coefficient has the default as its mean, and the standard deviation
+    over the published machines.
     """
 
     gemm_efficiency: float = coefficient(
@@ -434,7 +437,8 @@ NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 elements in this order."""
 SPREAD = {field.name: field.metadata["spread"] for field in dataclasses.fields(Coefficients)}
 """Maps the name of each coefficient to the standard deviation of its logarithm over the published
-machines. It is the prior when a new machine is calibrated."""
+machines. It is the standard deviation of the coefficient's prior when a new machine is
+calibrated."""
 BOUNDS = {field.name: field.metadata["bounds"] for field in dataclasses.fields(Coefficients)}
 """Maps the name of each coefficient to (lowest, highest) allowed value, which are physical
 limits."""

@@ -16,8 +16,8 @@ from kit.estimate.theory.hardware import Coefficients, Hardware, Number
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, Array, Layouts
 
 KERNELS = 30.0
-"""Number of kernels that the forward pass of one layer launches. With fused attention it launches
-six fewer."""
+"""Number of kernels that the forward pass of one layer launches. With fused attention, the forward
+pass launches six kernels fewer."""
 DROPOUT = 0.6
 """Ratio of the memory traffic of an attention score without dropout to the traffic with dropout.
 Gated models (Llama) are trained without dropout."""
@@ -60,16 +60,16 @@ class LayerTime:
     def gemm_forward_s(self) -> Array:
         """Seconds of the four matrix products in the forward pass.
 
-        They are computed by a smooth roofline: the square root of the summed squares of compute
-        time and memory time. The memory traffic is 2 (T (4 h + (2 h + 2 K + 2 f) / t) + weights)
-        bytes, with T tokens, hidden size h, width K of all key heads, feed-forward size f and
-        tensor parallel degree t. Gated models have 3 f instead of 2 f.
+        The time follows a smooth roofline: the square root of the summed squares of compute time
+        and memory time. The memory traffic is 2 (T (4 h + (2 h + 2 K + 2 f) / t) + weights) bytes,
+        with T tokens, hidden size h, width K of all key heads, feed-forward size f and tensor
+        parallel degree t. Gated models have 3 f instead of 2 f.
 
         If torch overlaps the products with collectives, it splits the tokens into one part per
         tensor parallel rank (asynchronous tensor parallelism,
-        `torch._inductor.fx_passes.micro_pipeline_tp`). The product of one part overlaps with the
-        all-gather of the next input or the reduce-scatter of the previous result. Without sequence
-        parallelism the collectives are all-reduces, which torch does not overlap.
+        `torch._inductor.fx_passes.micro_pipeline_tp`). The matrix product of one part of the tokens
+        overlaps with the all-gather of the next input or the reduce-scatter of the previous result.
+        Without sequence parallelism the collectives are all-reduces, which torch does not overlap.
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
@@ -118,8 +118,8 @@ class LayerTime:
 
     @cached_property
     def elementwise_forward_s(self) -> Array:
-        """Seconds of norms, residuals and activation functions in the forward pass. They are memory
-        traffic / memory bandwidth.
+        """Seconds of norms, residuals and activation functions in the forward pass. The time is
+        memory traffic / memory bandwidth.
 
         The traffic is T (22 h / q + (8 h + 4 f) / t) bytes, with T tokens, hidden size h,
         feed-forward size f, tensor parallel degree t and sequence split over q ranks. Gated models
@@ -224,11 +224,12 @@ class LayerTime:
 
     @cached_property
     def device_s(self) -> Both:
-        """Seconds in which the device works, as (forward pass, backward pass).
+        """Seconds of work of the device for one layer and one micro-batch, as (forward pass,
+        backward pass).
 
         The backward pass needs 2 times the forward time of matrix products and 1.6 times that of
-        element-wise kernels. It needs 2.5 times the forward time of fused attention, or 2 times
-        that of attention which writes scores to memory.
+        element-wise kernels. It needs 2.5 times the forward time of fused attention. If attention
+        writes scores to memory, it needs 2 times the forward time of attention.
         """
         gemm = self.gemm_forward_s
         attention = self.attention_forward_s
@@ -303,8 +304,8 @@ def product_seconds(
     """Returns the seconds of `count` matrix products. Each multiplies a matrix of tokens x inner
     elements by a matrix of inner x (outer / count) elements.
 
-    `rate` is the highest FLOP/s. `c.gemm_edge` elements are added to each side of a product, so
-    that small and thin products are less efficient.
+    `rate` is the highest FLOP/s. The fitted number of elements `c.gemm_edge` is added to each
+    dimension of a product, so that small and thin products are less efficient.
     """
     edge = c.gemm_edge
     flops = 2 * (tokens + edge) * (inner + edge) * (outer + count * edge)

@@ -25,7 +25,8 @@ RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("ring", "all_to_all")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 CODES = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "context_exchange": EXCHANGES}
-"""Maps each column of `Layouts` that contains indices instead of names to its names in order."""
+"""Maps the name of each column of `Layouts` that contains indices to the tuple of names to which
+the indices refer."""
 Array = np.ndarray
 
 
@@ -44,8 +45,8 @@ class ArrayColumns:
     @classmethod
     def joined(cls, parts: Sequence[Self], sizes: Sequence[int] | None = None) -> Self:
         """Returns one object with the layouts of all parts, in order. `sizes` has the number of
-        layouts of each part, by default 1. A single number in a part is repeated for all its
-        layouts.
+        layouts of each part, by default 1. A field with a single number in a part is repeated for
+        all layouts of this part.
         """
         columns = {}
         sizes = sizes or [1] * len(parts)
@@ -78,7 +79,8 @@ class Layouts(ArrayColumns):
     virtual_stages: Array
     context_parallel: Array
     context_exchange: Array
-    """Exchange of context parallelism, as index into EXCHANGES."""
+    """Kind of exchange between context parallel ranks, ring or all-to-all, as index into
+    EXCHANGES."""
     data_parallel: Array
     zero_stage: Array
     shard_size: Array
@@ -113,8 +115,9 @@ class Layouts(ArrayColumns):
     """Bytes of one weight that ZeRO gathers: 2, or 1 if the weight is cast to fp8 before the gather
     (torchao's float8 all-gather)."""
     cast_bytes: Array
-    """Bytes of memory traffic per element for casting an operand of a linear layer to a narrower
-    format in a separate kernel (function `cast_bytes`). Logits stay in bf16."""
+    """Bytes of memory traffic per element with which a separate kernel casts an operand of a linear
+    layer to a format narrower than bf16. In bf16 the value is 0. The output projection, which
+    computes the logits, always multiplies in bf16 and casts nothing."""
     input_bytes: Array
     """Bytes per element of a linear layer's input that are saved for backward: 2, or fewer if the
     input is first cast to a narrower format (Transformer Engine)."""
@@ -122,14 +125,15 @@ class Layouts(ArrayColumns):
     """Bytes of one weight as operand of matrix products: 2, or 1 in fp8 if products need no
     transposed copy of the weight."""
     offloaded_layers: Array
-    """Number of layers of the model whose activations are offloaded to host memory. The copies are
-    assumed to need no time."""
+    """Number of layers of the model whose activations are offloaded to host memory. The transfers
+    to and from host memory are assumed to need no time."""
     compiled: Array
     """Whether blocks are compiled by torch, so that element-wise operations run in fewer
     kernels."""
     native: Array
     """Whether the layout is trained by plain torch code on a GPU, such as the kit's decoder, and
-    not in fp32. Each operation is then a kernel unless `compiled` is set, and ZeRO is FSDP2."""
+    not in fp32. Each operation is then a separate kernel unless `compiled` is set, and FSDP2
+    implements ZeRO."""
     precision: ClassVar[Precision] = "bf16"
     """Precision of all layouts. The rules that check a plan read this attribute."""
     compile: ClassVar[bool] = False
@@ -203,7 +207,7 @@ class Layouts(ArrayColumns):
     @cached_property
     def plain(self) -> Array:
         """Number that is 1 for GPT-style layers (LayerNorm, biases, learned positions) and 0 for
-        gated layers. Formulas multiply by it.
+        gated layers. Formulas multiply a term of GPT-style layers by this number.
         """
         return 1 - self.gated.astype(self.hidden_size.dtype)
 
@@ -244,8 +248,8 @@ class Layouts(ArrayColumns):
 
     @property
     def shard_group(self) -> Array:
-        """Number of replicas over which ZeRO shards: `shard_size`, or all replicas. It does not
-        depend on the ZeRO stage.
+        """Number of replicas over which ZeRO shards: `shard_size`, or all replicas. The number does
+        not depend on the ZeRO stage.
         """
         return np.where(self.is_hybrid, self.shard_size, self.data_parallel)
 
@@ -256,8 +260,8 @@ class Layouts(ArrayColumns):
         return self.num_kv_heads / spec.num_kv_heads
 
     def is_one_of(self, field: str, *names: str) -> Array | bool:
-        """Returns, for each layout, whether `field` has one of the values `names`. Columns that
-        contain indices are compared with the indices of the names.
+        """Returns, for each layout, whether the column `field` has one of the values `names`.
+        Columns that contain indices are compared with the indices of the names.
         """
         if field not in CODES:
             return getattr(self, field) in names
@@ -373,7 +377,8 @@ KERNELS: dict[str, Any] = {
 }
 CAST_BYTES = {"fp8": 6.0, "mxfp8": 12.0, "nvfp4": 12.0}
 """Maps a precision to the bytes of memory traffic with which Transformer Engine casts one element
-to this precision. The docstring of the function `cast_bytes` explains the numbers."""
+to this precision. The 6 bytes in fp8 are 2 to find the largest value, 2 to read and 2 to write. The
+12 bytes in mxfp8 and nvfp4 agree with published runs on GB200 and GB300."""
 INPUT_BYTES = {"fp8": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
 """Maps a precision to the bytes per element of a linear layer's input that are saved for backward.
 Block scales are included: one byte per 32 elements in mxfp8, and per 16 elements in nvfp4."""
@@ -391,7 +396,8 @@ def cast_bytes(precision: str, is_native: bool) -> float:
 
     In mxfp8 and nvfp4 the value is 12, as runs on GB200 and GB300 in `published_runs.csv` show.
     Blocks of elements that share a scale lie along the inner dimension of the product. Both
-    directions are therefore quantised separately, far below the bandwidth of the memory.
+    directions are therefore quantised separately, by kernels that reach only a small part of the
+    memory bandwidth.
     """
     return 4.0 if precision == "fp8" and is_native else CAST_BYTES.get(precision, 0.0)
 

@@ -71,16 +71,16 @@ class CodeBase(NamedTuple):
     schedules: tuple[str, ...] = SCHEDULES
     """Names of the pipeline schedules that the trainer supports."""
     is_torch: bool = False
-    """Whether the trainer uses FSDP2 and compiled blocks of torch. If false, it uses Transformer
-    Engine."""
+    """Whether the trainer shards with torch's FSDP2 and compiles blocks with torch.compile. If
+    false, the trainer uses Transformer Engine."""
 
     def columns(self, precision: str, has_blocks: bool) -> dict[str, Any]:
         """Returns the columns of `Layouts` that the trainer and the precision determine, as a dict
         from column to value. `has_blocks` is whether the device supports block-scaled formats.
 
         In Megatron-Core, the reduction of gradients and the gathering of weights overlap with
-        computation. Its examples set `--overlap-grad-reduce --overlap-param-gather` (examples/llama
-        of Megatron-LM). They do not set `--tp-comm-overlap`.
+        computation. The examples of Megatron-LM (examples/llama) set `--overlap-grad-reduce
+        --overlap-param-gather`, but not `--tp-comm-overlap`.
         """
         if self.is_torch:
             cast = cast_bytes(precision, is_native=True)
@@ -141,13 +141,14 @@ class StageMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory of many layouts in bytes per device. Only those two or three pipeline devices are
-    computed that may need most memory.
+    """Memory of many layouts in bytes per device. The memory is computed for two or three pipeline
+    devices of each layout. One of them is the device that needs most memory.
     """
 
     stages: tuple[StageMemory, ...]
     """Memory of the first and of the last pipeline device. If some layout has fewer layers on these
-    two devices, the memory of the second device follows."""
+    two devices than on others, the memory of the second pipeline device follows as third
+    element."""
     reserve: Reserve
 
     @property
@@ -186,15 +187,18 @@ def memory(
     convention: Convention = CONVENTIONS["mixed_precision"],
     reserve: Reserve = RESERVE,
 ) -> Memory:
-    """Returns the memory of each layout in bytes per device, for the pipeline devices that may need
-    most memory.
+    """Returns the memory of each layout in bytes per device. It is computed for the first and the
+    last pipeline device, and for the second device if this may have more layers. One of these
+    devices needs most memory.
 
-    If all stages have equally many layers, these are the first and the last device. The devices
-    between them have no embedding, and no more micro-batches in flight than the first.
+    If all pipeline devices have equally many layers, the second device is not computed. The devices
+    between the first and the last have no embedding, and no more micro-batches in flight than the
+    first.
 
-    If the number of pipeline devices divides the number of layers plus 2, but not the number of
-    layers, embedding and output take the place of one layer each (BLOOM, Llama 3). The second
-    device then has most layers. Otherwise the number of layers per device is rounded up.
+    Some models (BLOOM, Llama 3) count the embedding and the output as one layer each when layers
+    are distributed. The first and the last device then have one layer fewer than the second. This
+    is assumed if the number of pipeline devices divides the number of layers plus 2, but not the
+    number of layers. In all other cases, the number of layers per device is rounded up.
 
     `kernels` describes the training code. Flash attention, fused norms and the bytes of gradients
     are in `layouts`. `convention` has the bytes per parameter.
@@ -221,8 +225,9 @@ def memory_by_stage(
     """Returns the memory of every pipeline device of one layout. The arrays have one element per
     pipeline device.
 
-    `layers` has the number of transformer layers on each device. If None, layers are distributed as
-    in `memory`, which also explains the other arguments.
+    `layers` has the number of transformer layers on each device. If None, layers are distributed
+    equally over the devices, and the embedding and the output may count as one layer each
+    (`memory`). `kernels` describes the training code. `convention` has the bytes per parameter.
 
     Raises:
         ConfigError: `layouts` has more than one layout, or `layers` does not have one number per
@@ -247,7 +252,7 @@ def memory_by_stage(
 @dataclasses.dataclass(frozen=True)
 class _PipelineDevices(ModelState):
     """Computes the memory of any pipeline device of a layout (`stage_memory`). The properties are
-    values that all devices of a layout share. Symbols are defined in the docstring of the module.
+    values that are equal on all devices of a layout.
     """
 
     @cached_property
@@ -257,7 +262,7 @@ class _PipelineDevices(ModelState):
 
     @cached_property
     def counts_ends_as_layers(self) -> Array:
-        """Whether embedding and output take the place of one layer each when layers are distributed
+        """Whether the embedding and the output count as one layer each when layers are distributed
         over pipeline devices.
         """
         x = self.layouts
@@ -315,9 +320,9 @@ class _PipelineDevices(ModelState):
 
         A pipeline needs 8 T h / q bytes, with T tokens, hidden size h and sequence split over q
         ranks. Ring context parallelism needs 8 T K / t bytes, with width K of all key heads and
-        tensor parallel degree t. They are for the keys and values in use and for the next keys and
-        values, which arrive meanwhile. All-to-all context parallelism needs 4 T (h + K) / t bytes
-        for query, key, value and result.
+        tensor parallel degree t. These buffers hold the keys and values in use, and the next keys
+        and values, which arrive meanwhile. All-to-all context parallelism needs 4 T (h + K) / t
+        bytes for query, key, value and result.
         """
         x = self.layouts
         pipeline = np.where(self.has_pipeline, 8 * x.hidden_size / x.sequence_shards, 0.0)
@@ -329,9 +334,10 @@ class _PipelineDevices(ModelState):
     @cached_property
     def gathered_output_bytes(self) -> Array:
         """Bytes of the gathered output projection under ZeRO 3: 2 x hidden size x vocabulary size /
-        tensor parallel degree. It is computed last in the forward pass and first in the backward
-        pass, so it stays gathered between the two (`kit.parallel.data.shard_ends`). If the training
-        code does not use `fully_shard`, the value is 0.
+        tensor parallel degree. The output projection runs last in the forward pass and first in the
+        backward pass, so its weights stay gathered between the two passes
+        (`kit.parallel.data.shard_ends`). If the training code does not use `fully_shard`, the value
+        is 0.
         """
         x = self.layouts
         output = 2 * x.hidden_size * x.vocab_size / x.tensor_parallel
@@ -341,8 +347,8 @@ class _PipelineDevices(ModelState):
         self, stage: Any, *, is_first: Any, is_last: Any, layers: Any = None
     ) -> StageMemory:
         """Returns the memory of the pipeline device with number `stage`. `is_first` and `is_last`
-        say whether it has the embedding and the output. `layers` is its number of layers. The
-        arguments may be arrays with one element per layout.
+        say whether this device has the embedding and the output. `layers` is the number of layers
+        of this device. The arguments may be arrays with one element per layout.
         """
         x = self.layouts
         layer = self.layer

@@ -155,9 +155,9 @@ def _one_directional(schedule: str, p: int, m: int, v: int) -> list[_Operations]
     Its k-th forward pass and its k-th backward pass go through its v stages in rounds of
     micro-batches. Each operation has a time slot, and a device runs its operations in the order of
     their slots. Forward pass k has slot k - warm_up, and backward pass k has slot k. In the
-    zero-bubble schedule, weight gradients are computed r slots later, which needs no more memory
-    than 1F1B. Three consecutive values of `slot` make one time slot, one value for each kind of
-    operation.
+    zero-bubble schedule, device r computes weight gradients r slots later. This needs no more
+    memory than 1F1B. Three consecutive values of `slot` make one time slot, one value for each kind
+    of operation.
     """
     rank = np.arange(p)[:, None]
     k = np.arange(m * v)

@@ -13,8 +13,8 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reserve(Record):
-    """Memory that is not modelled. It is added to modelled bytes to compute the memory in use on a
-    device, and the probability that a run stops because the device runs out of memory.
+    """Memory that is not modelled. With it, the memory in use on a device is computed from the
+    modelled bytes, and the probability that a run stops because the device runs out of memory.
 
     The memory in use is state + factor x dynamic + extra_bytes. State (weights, gradients,
     optimizer) is allocated once and exactly. Dynamic memory is allocated and freed in each step.
@@ -66,16 +66,16 @@ RESERVE = Reserve(
         " 2311.05610)"
     ),
 )
-"""Reserve with which the memory that a run needs is predicted. `make validate` fits it and computes
-its error."""
+"""Reserve with which the memory that a run needs is predicted. `make validate` fits these numbers
+and computes the error of the predictions."""
 MONITOR_RESERVE = RESERVE.replace(
     factor=1.18,
     extra_bytes=6.9e9,
     source="34 readings of BLOOM's prequel runs on A100 (BigScience tr11 chronicles)",
 )
 """Reserve with which the memory that a monitor shows is predicted. A monitor shows more than a run
-needs, since allocators keep memory that was freed. `make validate` fits it and computes its
-error."""
+needs, since allocators keep memory that was freed. `make validate` fits these numbers and computes
+the error of the predictions."""
 CORE_RESERVE = RESERVE.replace(
     factor=1.0,
     extra_bytes=3e9,
@@ -83,8 +83,9 @@ CORE_RESERVE = RESERVE.replace(
     source="70 published runs that ran (Megatron-Bridge archive, Megatron-LM README)",
 )
 """Reserve for Megatron-Core. The factor is 1, since Megatron-Core's recipes set
-PYTORCH_CUDA_ALLOC_CONF so that segments grow, which avoids fragmentation. The extra bytes are for
-context and communication library.
+PYTORCH_CUDA_ALLOC_CONF so that segments of the allocator can grow, which avoids fragmentation. The
+extra bytes are for context and communication library.
 
 With this reserve, 68 of the 70 runs need at most 91 % of the memory of their devices. The other two
-runs, on GB300, exceed the memory with any way of counting, although they ran."""
+runs, on GB300, exceed the memory of their devices in every way of counting the bytes, although
+these runs did not run out of memory."""

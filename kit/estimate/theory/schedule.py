@@ -76,8 +76,9 @@ def simulate(
             shape (stages,), or one number for all stages. A backward pass that is not split needs
             the sum of backward_input_s and backward_weight_s.
         send_s: Seconds from the end of an operation to the arrival of its result in the
-            neighbouring stage, shape (stages - 1,), or one number. Between stages on one device no
-            time is needed. Links carry any number of messages at once, while devices compute.
+            neighbouring stage, shape (stages - 1,), or one number. If both stages are on one
+            device, sends need no time. Links carry any number of messages at once, while devices
+            compute.
 
     Raises:
         ConfigError: A time is negative or has another shape.
@@ -125,8 +126,8 @@ def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
     of the operation whose result the operation needs. `delay` is the seconds until this result
     arrives.
 
-    For an operation that needs no result, the index is -1, an operation that ended at 0 s. For
-    padding the index is -2, an operation that never ends.
+    For an operation that needs no result, the index is -1. It stands for an operation that ended at
+    0 s. For padding the index is -2, which stands for an operation that never ends.
     """
     place = _places(order)
     kind = order.kind
@@ -169,14 +170,15 @@ def _places(order: Order) -> Array:
 def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> Simulation:
     """Returns the simulation with start and end of all operations.
 
-    Each iteration of the loop visits all devices. If the end of the input of a device's next
-    operation is known, this operation is simulated.
+    Each iteration of the loop visits all devices. The next operation of a device is simulated if
+    the time at which its input arrives is known already.
     """
     devices, width = order.kind.shape
     end = np.full(devices * width + 2, np.inf)
     end[-1] = 0.0
     start = np.full(devices * width, np.nan)
-    # One column of padding is added. A device that has finished all operations waits in it forever.
+    # One column of padding is added. A device that has finished all its operations stays at this
+    # column, since the input of padding never arrives.
     padded = ((0, 0), (0, 1))
     needs = np.pad(needs, padded, constant_values=-2).ravel()
     delay = np.pad(delay, padded, constant_values=0.0).ravel()

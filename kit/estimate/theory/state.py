@@ -25,7 +25,9 @@ class Convention(Record):
     counts them.
     """
 
-    name: str = field_doc("paper or program that counts so, and total bytes per parameter")
+    name: str = field_doc(
+        "paper or program that counts bytes in this way, and the sum per parameter"
+    )
     weights: float = field_doc("bytes per parameter of the weights used in matrix products")
     gradients: float | None = field_doc(
         "bytes per parameter of gradients. None: the column gradient_bytes of each layout is used",
@@ -85,7 +87,7 @@ def convention_of(precision: Precision, engine: EngineName, zero_stage: int) -> 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
     """Computes the number of weights on a device, and the bytes per weight of weights, gradients
-    and optimizer states. Symbols are defined in the docstring of the module.
+    and optimizer states. Arrays have one element per layout.
     """
 
     layouts: Layouts
@@ -94,7 +96,7 @@ class ModelState:
 
     @cached_property
     def has_pipeline(self) -> Array:
-        """Whether the layout has more than one pipeline device (p > 1)."""
+        """Whether the layout has more than one pipeline device."""
         return self.layouts.pipeline_parallel > 1
 
     @cached_property
@@ -150,15 +152,16 @@ class ModelState:
 
     def params(self, layers: Array, is_first: Any, is_last: Any) -> Array:
         """Returns the number of weights of a pipeline device with `layers` layers, before ZeRO
-        shards them. `is_first` and `is_last` say whether it has the embedding and the output.
+        shards them. `is_first` and `is_last` say whether this device has the embedding and the
+        output.
         """
         params = layers * self.block_params + np.where(is_last, self.output_params, 0.0)
         return params + np.where(is_first, self.embedding_params, 0.0)
 
     @cached_property
     def gradient_bytes(self) -> Array:
-        """Bytes of one accumulated gradient. The convention states them. If it does not, the column
-        `gradient_bytes` of each layout is used.
+        """Bytes of one accumulated gradient. If `convention` states no number for gradients, the
+        column `gradient_bytes` of the layouts is used.
         """
         own = self.layouts.gradient_bytes
         stated = self.convention.gradients
@@ -235,9 +238,9 @@ class ModelState:
     def block_gradient_bytes(self) -> Array:
         """Bytes of the unsharded gradients of one transformer block, which exist for a short time.
 
-        If gradients are reduced block by block, each has `gradient_bytes`. Otherwise only
-        `fully_shard` needs this memory. It makes bf16 gradients (2 bytes) of one block at a time,
-        and adds them to the accumulated gradients.
+        If gradients are reduced block by block, each gradient has `gradient_bytes` bytes. Otherwise
+        only `fully_shard` needs this memory. `fully_shard` makes bf16 gradients (2 bytes each) of
+        one block at a time, and adds them to the accumulated gradients.
         """
         whole = self.shards_gradients | self.has_late_gradients
         made = np.where(whole, self.gradient_bytes, 2.0 * self.kernels.fully_sharded)

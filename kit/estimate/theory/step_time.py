@@ -54,8 +54,8 @@ TERMS = (
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds per optimizer step of many layouts, and the terms of this time. Arrays have one
-    element per layout. Symbols are defined in the docstring of the module.
+    """Seconds per optimizer step of many layouts, and the terms whose sum is this time. Arrays have
+    one element per layout.
 
     `hardware` describes one machine for all layouts, or has arrays with one element per layout.
     """
@@ -159,7 +159,7 @@ class StepTime:
     @cached_property
     def has_few_micro_batches(self) -> Array:
         """Whether there are fewer micro-batches than pipeline devices (m < p). In this case devices
-        wait for sends, since there is no other micro-batch to compute meanwhile (`exposed_trips`).
+        wait for sends, since there is no other micro-batch to compute meanwhile.
         """
         return self.layouts.num_microbatches < self.layouts.pipeline_parallel
 
@@ -184,8 +184,9 @@ class StepTime:
         """Seconds of sends per micro-batch that do not overlap with computation.
 
         They are a fitted share of the time of all sends. With an interleaved schedule and overlap
-        (Megatron-Core's `overlap_p2p_comm`), they are the time by which sends exceed the layers.
-        With fewer micro-batches than pipeline devices they are 0, and `filling_s` has this time.
+        (Megatron-Core's `overlap_p2p_comm`), they are the time by which sends exceed the layers. If
+        there are fewer micro-batches than pipeline devices, the value is 0, since `filling_s` then
+        counts the waiting for sends.
         """
         x = self.layouts
         part = self.coefficients.pipeline_exposed * self.sends_s
@@ -210,9 +211,9 @@ class StepTime:
 
     @cached_property
     def mean_stage_s(self) -> Array:
-        """Seconds per micro-batch of a pipeline device, as the mean over all devices. They are the
-        time of all layers, embedding and logits, divided by the number of pipeline devices, plus
-        exposed sends and work of the host.
+        """Seconds per micro-batch of a pipeline device, as the mean over all devices. The time of
+        all layers, embedding and logits is divided by the number of pipeline devices. Exposed sends
+        and work of the host are added.
         """
         x = self.layouts
         work = x.num_layers * self.layer.total_s + self.embedding_s + self.logits_s
@@ -223,8 +224,8 @@ class StepTime:
         """Seconds per micro-batch of the slowest pipeline device if no rank is late.
 
         The slowest is the first device, which has the embedding, or the last device, which has the
-        logits. If devices have unequal numbers of layers, the last device has one layer less, as in
-        training frameworks. The time is at least the mean over all devices.
+        logits. If devices have unequal numbers of layers, the last device has one layer fewer than
+        the others, as in training frameworks. The time is at least the mean over all devices.
         """
         p = self.layouts.pipeline_parallel
         lighter = p * self.layouts.most_layers > self.layouts.num_layers
@@ -248,8 +249,8 @@ class StepTime:
 
     @property
     def bubble_s(self) -> Array:
-        """Seconds per step in which pipeline devices wait for each other. They are p x mean time of
-        a device per micro-batch - time of the slowest device, with p pipeline devices.
+        """Seconds per step in which pipeline devices wait for each other. The time is p x (mean
+        time of a device per micro-batch) - (time of the slowest device), with p pipeline devices.
 
         Interleaved schedules with v virtual stages have 1/v of this time. ZB-H1 has a third and ZBV
         a tenth, since weight gradients are computed while a device would wait. If there are fewer
@@ -272,8 +273,8 @@ class StepTime:
     @property
     def filling_s(self) -> Array | float:
         """Seconds per step in which devices wait for sends while the pipeline fills, if there are
-        fewer micro-batches than pipeline devices. Otherwise the value is 0, and `exposed_sends_s`
-        has the time of sends.
+        fewer micro-batches than pipeline devices. Otherwise the value is 0, since `exposed_sends_s`
+        then counts the sends.
         """
         x = self.layouts
         p = self.layouts.pipeline_parallel
@@ -315,8 +316,8 @@ class StepTime:
     def once_per_step_s(self) -> Array:
         """Seconds per step of two reductions that are made once per step. One is of the gradients
         of tied embeddings, between the first and the last pipeline device. The other is of the
-        gradients of a ZeRO shard, between the ranks with copies of it (hybrid sharding of PyTorch
-        FSDP, arXiv 2304.11277, section 3.2.2).
+        gradients of a ZeRO shard, between the ranks that hold copies of this shard (hybrid sharding
+        of PyTorch FSDP, arXiv 2304.11277, section 3.2.2).
         """
         x = self.layouts
         table = self.layouts.vocab_size * self.layouts.hidden_size
@@ -430,12 +431,12 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
 
 
 def exposed_trips(p: Any, v: Any, m: Any, schedule: Any, exposed_part: Any) -> Any:
-    """Returns how often a step waits for the sends of a micro-batch. The number is in units of all
-    sends of one micro-batch by one device, forward and backward together.
+    """Returns the time for which a step waits for sends. The unit is the time of all sends of one
+    micro-batch by one device, forward and backward together.
 
     p is the number of pipeline devices, v the number of virtual stages per device and m the number
-    of micro-batches. For m < p the number is p - 1/v, and under 1F1B max(m - 2, 0) more. The
-    simulation of these schedules (`schedule.py`) gives exactly these numbers. For m >= p the number
+    of micro-batches. For m < p the result is p - 1/v. Under 1F1B it is p - 1/v + max(m - 2, 0). The
+    simulation of these schedules (`schedule.py`) gives exactly these numbers. For m >= p the result
     is m x `exposed_part`, the fitted share of the sends that do not overlap with computation.
     """
     alternating = np.where(schedule == SCHEDULES.index("1f1b"), np.maximum(m - 2, 0), 0.0)

@@ -55,12 +55,14 @@ def timeline_figure(
 
     Each panel has one line of boxes per device. A box is a forward or backward pass. It contains
     the number of its micro-batch if there is room. Boxes of the second and further stages of a
-    device are paler. Grey is waiting, and its share of the time is written at the right. The table
-    has numbers of the whole simulation, also if only a part is drawn.
+    device are paler. Grey means that a device waits. The share of the time in which it waits is
+    written at the right. The table has numbers of the whole simulation, also if only a part is
+    drawn.
 
     With `drawn_microbatches`, each panel ends where the first device starts the micro-batch with
-    this number, counted from 0. A zigzag line marks the end. The drain of the pipeline is then not
-    drawn. Beside few micro-batches it would look as long as the rest of the step.
+    this number, counted from 0. A zigzag line marks the end. The end of the step, in which the
+    pipeline drains, is then not drawn. Beside only a few micro-batches, the drain would look as
+    long as the rest of the step.
     """
     rows = [
         {
