@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kit.config.rules import Rule
+from kit.config.spec import SWITCHES
 
 TRN1_CORES = 32
 """Number of NeuronCores of a node of type trn1.32xlarge. Engine neuron has one rank per
@@ -49,6 +50,20 @@ def _divided(
     return Rule(breaks=breaks, sentence=sentence, **kwargs)
 
 
+def _trains_switch(name: str) -> Rule:
+    """Returns the rule that a field of the model must have its default, for the engines that do not
+    train other values.
+    """
+    return Rule(
+        applies_to=lambda engine: name in engine.untrained_switches,
+        breaks=lambda _, spec: name in spec.switches,
+        sentence=lambda plan, spec: (
+            f"spec.{name}: {spec.switches[name]!r} is not trained by engine {plan.engine!r}. Use"
+            " engine 'native', or another model."
+        ),
+    )
+
+
 def _over_heads(plan: Any) -> Any:
     """Returns the number of ranks over which attention heads are split. If context parallelism
     exchanges heads all-to-all (Ulysses), its ranks are included.
@@ -90,12 +105,19 @@ def _groups_of_four(plan: Any) -> int:
 MODEL_RULES = (
     Rule(
         applies_to=lambda engine: engine.only_plain_llama,
-        breaks=lambda _, spec: spec.family != "llama" or spec.bias or spec.tied_embeddings,
+        breaks=lambda _, spec: (
+            spec.family != "llama"
+            or spec.has_layernorm
+            or not spec.gated
+            or spec.bias
+            or spec.tied_embeddings
+        ),
         sentence=lambda _, spec: (
             "plan.engine: 'neuron' trains Llamas without biases and tied embeddings, as HLAT did;"
             f" {spec.name!r} is not one. Use engine 'native', or another model."
         ),
     ),
+    *map(_trains_switch, sorted(SWITCHES)),
     # On Trn1, NxD (0.9 to 0.18: parallel_layers/parallel_state.py) does not put the four ranks of a
     # tensor group next to each other. It spreads them over the node, between ranks of other groups.
     # But NxD sums the gradients of copied heads as if the four ranks were neighbours.

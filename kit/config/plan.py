@@ -18,7 +18,7 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 ContextExchange = Literal["ring", "all_to_all"]
 
-MOST_DEVICES = 2**22
+MAX_DEVICES = 2**22
 """Largest number of devices of a plan. No existing machine has more. Programs that show a run need
 memory in proportion to its number of devices, so the limit also bounds their memory."""
 PLANNED_ONLY = ("fp8", "mxfp8", "nvfp4")
@@ -41,14 +41,14 @@ def logits_at_once(gpu_bytes: float | None) -> int:
     return min(2**28, max(2**25, 2 ** int(math.log2(gpu_bytes / 160))))
 
 
-def refuse(rules: Iterable[Rule], capabilities: Capabilities, *asked: Any) -> None:
+def check_rules(rules: Iterable[Rule], capabilities: Capabilities, *records: Any) -> None:
     """Raises ConfigError with the error message of the first broken rule. Rules that do not apply
-    to an engine with `capabilities` are skipped. `asked` are the arguments of the rules: a plan, a
-    plan and a model, or a recipe and a plan.
+    to an engine with `capabilities` are skipped. `records` are the arguments of the rules: a plan,
+    a plan and a model, or a recipe and a plan.
     """
     for rule in rules:
-        if rule.applies_to(capabilities) and rule.breaks(*asked):
-            raise ConfigError(rule.sentence(*asked))
+        if rule.applies_to(capabilities) and rule.breaks(*records):
+            raise ConfigError(rule.sentence(*records))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,11 +133,11 @@ class Plan(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_devices > MOST_DEVICES:
+        if self.num_devices > MAX_DEVICES:
             raise ConfigError(
-                f"plan: {self.num_devices:,} devices are too many. Allowed: up to {MOST_DEVICES:,}."
+                f"plan: {self.num_devices:,} devices are too many. Allowed: up to {MAX_DEVICES:,}."
             )
-        refuse(PLAN_RULES, self.capabilities, self)
+        check_rules(PLAN_RULES, self.capabilities, self)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -296,7 +296,7 @@ class Plan(Record):
                 f" {self.data_parallel} = {self.num_devices} processes, but {num_processes} were"
                 f" started. Start {self.num_devices}, or change a degree."
             )
-        refuse(MODEL_RULES, self.capabilities, self, spec)
+        check_rules(MODEL_RULES, self.capabilities, self, spec)
 
     def _repr_html_(self) -> str:
         tensor = str(self.tensor_parallel)
@@ -315,7 +315,7 @@ class Plan(Record):
             zero += f" over {self.shard_size}"
         recompute: str = self.recompute
         if self.recompute_layers:
-            recompute += f" ({self.recompute_layers} a device)"
+            recompute += f" ({counted(self.recompute_layers, 'block')} a device)"
         precision: str = self.precision
         if self.compile:
             precision += ", compiled"

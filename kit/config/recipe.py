@@ -13,6 +13,8 @@ PROFILED = 100
 """Largest number of steps that can be profiled. The trace of more steps would have hundreds of
 megabytes, and a rank keeps the complete trace in memory until it writes the file."""
 
+Optimizer = Literal["adamw", "muon"]
+
 above_0_or_null = must(lambda number: number > 0, "Give a number above 0, or null.")
 from_0 = must(lambda number: number >= 0, "Give 0 or more.")
 below_1 = must(lambda number: 0 <= number < 1, "Give at least 0 and below 1.")
@@ -46,6 +48,25 @@ class DataPhase(Record):
         "weights of the data sources in this phase, one for each of recipe.sources; 0: the"
         " source is not read"
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningRateFactors(Record):
+    """Factors on the learning rate of the schedule, one for each group of weights
+    (`kit.config.weight_groups`).
+    """
+
+    matrices: float = field_doc(
+        "factor for the matrices of attention and feed-forward", from_0, default=1.0
+    )
+    embedding: float = field_doc(
+        "factor for the embedding of tokens (also if it is the output projection, too) and of"
+        " positions",
+        from_0,
+        default=1.0,
+    )
+    output: float = field_doc("factor for an output projection of its own", from_0, default=1.0)
+    vectors: float = field_doc("factor for norms and biases", from_0, default=1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +104,8 @@ class Recipe(Record):
     schedule: Literal["cosine", "wsd", "constant"] = field_doc(
         "learning-rate schedule after warm-up. cosine: falls along a cosine to"
         " min_learning_rate, as in the Frontier and HLAT papers. wsd: stays at learning_rate,"
-        " then falls linearly (arXiv 2404.06395, 2405.18392). constant: stays at learning_rate"
-        " to the end.",
+        " then falls along decay_shape (arXiv 2404.06395, 2405.18392). constant: stays at"
+        " learning_rate to the end.",
         default="cosine",
     )
     warmup_steps: int = field_doc("number of steps of linear warm-up", from_0, default=0)
@@ -99,22 +120,62 @@ class Recipe(Record):
         must(lambda share: 0 < share <= 1, "Give a number above 0 up to 1."),
         default=0.1,
     )
+    decay_shape: Literal["linear", "sqrt", "cosine"] = field_doc(
+        "how the schedule wsd falls. linear: along a line. sqrt: along 1 - sqrt(x), steep at"
+        " first (arXiv 2405.18392). cosine: along half a cosine.",
+        default="linear",
+    )
     cosine_floor: Literal["rescaled", "clamped"] = field_doc(
         "how the cosine reaches min_learning_rate. rescaled: it ends there, as in Megatron."
         " clamped: it falls towards zero and stops there, as in HLAT.",
         default="rescaled",
     )
+    optimizer: Optimizer = field_doc(
+        "optimizer. adamw: AdamW for all weights. muon: Muon for the matrices of attention and"
+        " feed-forward, each as a whole on every layout, and AdamW for embeddings, output, norms"
+        " and biases. Its updates are scaled so that one learning rate serves both (arXiv"
+        " 2502.16982; engine native).",
+        default="adamw",
+    )
+    muon_momentum: float = field_doc("Muon: momentum, which is Nesterov's", below_1, default=0.95)
     beta1: float = field_doc("AdamW: decay of the first moment", below_1, default=0.9)
     beta2: float = field_doc("AdamW: decay of the second moment", below_1, default=0.95)
     eps: float = field_doc("AdamW: number added to the denominator", above_0, default=1e-8)
+    mup_base_width: int | None = field_doc(
+        "hidden_size at which learning_rate and the initial weights were chosen. The learning rates"
+        " and initial weights of a model of another width then follow muP's rule for Adam (Tensor"
+        " Programs V, arXiv 2203.03466, table 3; `kit.config.weight_groups`; engine native);"
+        " null: they do not depend on the width",
+        above_0_or_null,
+        default=None,
+    )
     weight_decay: float = field_doc(
-        "AdamW: weight decay of all weights, including norms, as in HLAT", from_0, default=0.1
+        "weight decay, which is multiplied by the learning rate (arXiv 1711.05101)",
+        from_0,
+        default=0.1,
+    )
+    weight_decay_on: Literal["all", "matrices"] = field_doc(
+        "weights that decay. all: all weights, including norms and biases, as in HLAT."
+        " matrices: weights with two dimensions, including embeddings, but no norms and biases,"
+        " as in GPT-3 and Llama code (engine native).",
+        default="all",
+    )
+    learning_rate_factors: LearningRateFactors = field_doc(
+        "factor on the learning rate for each group of weights (engine native); default: 1",
+        default_factory=LearningRateFactors,
     )
     gradient_clip: float | None = field_doc(
         "largest norm of all gradients; gradients with a larger norm are scaled down to it;"
         " null: no clipping",
         above_0_or_null,
         default=1.0,
+    )
+    z_loss: float = field_doc(
+        "weight of the z-loss: z_loss x mean over the tokens of log(Z)^2 is added to the loss that"
+        " is minimised, where Z is the denominator of the softmax (PaLM, arXiv 2204.02311, section"
+        " 5, has 1e-4, OLMo 2 1e-5; engine native); 0: none",
+        from_0,
+        default=0.0,
     )
     seed: int = field_doc(
         "seed from which the initial weights and the data order are computed", default=1234
@@ -138,12 +199,13 @@ class Recipe(Record):
         default=None,
     )
     on_nan: Literal["stop", "skip", "roll_back"] = field_doc(
-        "reaction to a loss or gradient norm that is not finite (skip, roll_back: engine native)",
+        "reaction to a loss or gradient norm that is not finite (skip and roll_back"
+        " need the engine native)",
         default="stop",
     )
     on_spike: Literal["ignore", "stop", "skip", "roll_back"] = field_doc(
         "reaction to a loss spike: a loss above the median of the 40 losses before it by more"
-        " than 12 median absolute deviations (skip, roll_back: engine native)",
+        " than 12 median absolute deviations (skip and roll_back need engine native)",
         default="ignore",
     )
     hung_after_s: float | None = field_doc(
@@ -252,8 +314,10 @@ class Recipe(Record):
         `min_learning_rate`. After warm-up the result depends on `schedule`:
 
         - `constant`: It stays at the peak.
-        - `wsd`: It stays at the peak, and falls linearly to the floor in the last `decay_share` of
-          the steps up to `decay_steps`, as in torchtitan.
+        - `wsd`: It stays at the peak, and falls to the floor in the last `decay_share` of the steps
+          up to `decay_steps`: floor + (peak - floor) c. With the fraction x of these steps, c is
+          1 - x for `decay_shape` `linear`, 1 - sqrt(x) for `sqrt`, and a cosine from 1 to 0 for
+          `cosine`, as in torchtitan.
         - `cosine`: It follows a cosine of height c, from 1 to 0, until `decay_steps`. With
           `cosine_floor` `rescaled` the cosine runs from peak to floor: floor + (peak - floor) c
           (NeMo, Megatron). With `clamped` it runs towards zero and stops at the floor: max(floor,
@@ -269,7 +333,12 @@ class Recipe(Record):
         end = self.decay_steps or self.num_steps
         if self.schedule == "wsd":
             begin = max(begin, end - round(self.decay_share * end))
-            height = min(1.0, max(0.0, (end - step) / max(1, end - begin)))
+            left = min(1.0, max(0.0, (end - step) / max(1, end - begin)))
+            height = left
+            if self.decay_shape == "sqrt":
+                height = 1 - math.sqrt(1 - left)
+            elif self.decay_shape == "cosine":
+                height = 0.5 * (1 - math.cos(math.pi * left))
         else:
             progress = min(1.0, (step - begin) / max(1, end - begin))
             height = 0.5 * (1 + math.cos(math.pi * progress))

@@ -19,6 +19,7 @@ operators `~`, `and` and `or` do not.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,31 @@ def _some_blocks(plan: Any) -> Any:
     return False if plan.recompute_layers is None else plan.recompute_layers > 0
 
 
+def _indivisible_batch(plan: Any) -> str:
+    """Returns the error message for a batch that is not a multiple of replicas x micro-batch size.
+    The message names the micro-batch size only if it is above 1. Otherwise the number of replicas
+    alone is the cause.
+    """
+    batch = plan.global_batch_size
+    size = plan.micro_batch_size
+    sequences = counted(batch, "sequence")
+    replicas = counted(plan.data_parallel, "replica")
+    step = _sequences(plan)
+    nearest = max(1, round(batch / step)) * step
+    advice = f"Use a multiple of {step}, for example {nearest}."
+    if size == 1:
+        return f"plan.global_batch_size: {sequences} cannot be divided among {replicas}. {advice}"
+    if batch % plan.data_parallel == 0:
+        fitting = math.gcd(size, batch // plan.data_parallel)
+        advice += f" Or set plan.micro_batch_size to {fitting}."
+    else:
+        advice += f" With plan.micro_batch_size 1, a multiple of {plan.data_parallel} is enough."
+    return (
+        f"plan.global_batch_size: {sequences} cannot be cut into micro-batches of {size} on"
+        f" {replicas}. {advice}"
+    )
+
+
 PLAN_RULES = (
     _shards(
         lambda plan: plan.zero_stage == 0,
@@ -114,13 +140,7 @@ PLAN_RULES = (
     ),
     Rule(
         breaks=lambda plan: plan.global_batch_size % _sequences(plan) != 0,
-        sentence=lambda plan: (
-            f"plan.global_batch_size: {counted(plan.global_batch_size, 'sequence')} cannot be"
-            f" cut into micro-batches of {plan.micro_batch_size} on"
-            f" {counted(plan.data_parallel, 'replica')}. Use a multiple of {_sequences(plan)}, for"
-            " example"
-            f" {max(1, round(plan.global_batch_size / _sequences(plan))) * _sequences(plan)}."
-        ),
+        sentence=_indivisible_batch,
     ),
     Rule(
         breaks=lambda plan: (plan.virtual_stages > 1) & (plan.pipeline_parallel == 1),

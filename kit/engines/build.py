@@ -2,7 +2,6 @@
 and the site's devices can run this engine.
 """
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from cluster.site import Site
@@ -79,6 +78,9 @@ def check_engine(plan: Plan, *, here: bool = False) -> None:
 
 def _check_pipeline(plan: Plan) -> None:
     """Raises ConfigError if the installed torch cannot run the plan's pipeline schedule."""
+    # Imported late, since the planner imports this module and needs no version.
+    import importlib.metadata
+
     torch_version = importlib.metadata.version("torch")
     release = tuple(map(int, torch_version.split(".")[:2]))
     if plan.schedule == "zbv" and release < (2, 13):

@@ -5,6 +5,8 @@ these records instead of comparing engine names.
 import dataclasses
 from typing import Literal, get_args
 
+from kit.config.spec import SWITCHES
+
 EngineName = Literal["native", "deepspeed", "neuron"]
 DEFAULT_ENGINE: EngineName = "native"
 """Engine of a plan that does not name an engine. It has the fewest restrictions."""
@@ -50,6 +52,9 @@ class Capabilities:
     """Whether the engine can run blocks compiled by torch.compile."""
     only_plain_llama: bool = False
     """Whether the engine trains only Llama models without biases and without tied embeddings."""
+    untrained_switches: frozenset[str] = frozenset()
+    """Fields of ModelSpec (`kit.config.spec.SWITCHES`) that must have their default, since the
+    engine does not train other values."""
 
     # The following fields say which recipes the engine can train.
     can_drop_update: bool = True
@@ -61,6 +66,13 @@ class Capabilities:
     """Whether torch's profiler records operations on the engine's devices."""
     masks_documents: bool = True
     """Whether the engine can restrict each token's attention to the token's own document."""
+    gathers_matrices: bool = True
+    """Whether the engine can gather a sharded matrix on one rank before its update. Muon needs
+    it."""
+    adds_z_loss: bool = True
+    """Whether the engine can add the z-loss to the loss that it minimises."""
+    groups_weights: bool = True
+    """Whether groups of weights may have a learning rate and a weight decay of their own."""
 
     # The following fields say how the engine runs a step and saves checkpoints.
     works_ahead: bool = False
@@ -102,8 +114,25 @@ CAPABILITIES: dict[EngineName, Capabilities] = {
         selective_recompute_with_zero_3=False,
         recomputes_some_blocks=False,
         compiles_blocks=False,
+        # Its pipeline makes each layer of its own, so what the decoder does between blocks is
+        # missing. Its tensor parallel layers do not sum gradients of norms of queries and keys.
+        untrained_switches=frozenset(
+            (
+                "qk_norm",
+                "no_rope_layer_interval",
+                "sliding_window",
+                "sliding_window_pattern",
+                "local_rope_theta",
+                "embedding_multiplier",
+                "logits_scaling",
+                "final_logit_softcapping",
+            )
+        ),
         can_drop_update=False,
         masks_documents=False,
+        gathers_matrices=False,
+        adds_z_loss=False,
+        groups_weights=False,
         memory_model="deepspeed",
     ),
     # The attention of NxD writes the scores to memory, as the attention of HLAT did. The layers of
@@ -119,10 +148,14 @@ CAPABILITIES: dict[EngineName, Capabilities] = {
         recomputes_some_blocks=False,
         compiles_blocks=False,
         only_plain_llama=True,
+        untrained_switches=SWITCHES,
         can_drop_update=False,
         starts_from_weights=False,
         torch_profiler=False,
         masks_documents=False,
+        gathers_matrices=False,
+        adds_z_loss=False,
+        groups_weights=False,
         portable_checkpoints=False,
         runs_on_trainium=True,
         validates_whole_batches=True,

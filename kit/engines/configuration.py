@@ -8,7 +8,12 @@ import shlex
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines.deepspeed.configuration import CONFIG_FILE, deepspeed_config, megatron_arguments
+from kit.engines.deepspeed.configuration import (
+    CONFIG_FILE,
+    deepspeed_config,
+    is_frontier_gpt,
+    megatron_arguments,
+)
 from kit.engines.neuron.configuration import nxd_arguments
 
 DEEPSPEED, MEGATRON, NEURON = FILES = CONFIG_FILE, "megatron_deepspeed.txt", "neuron.json"
@@ -26,8 +31,8 @@ def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str
     if plan.engine != "deepspeed":
         return {}
     files = {DEEPSPEED: _json(deepspeed_config(plan, recipe))}
-    # Megatron-DeepSpeed trains only GPTs with tied embeddings, and has no schedule 'wsd'.
-    if spec.family == "gpt" and spec.tied_embeddings and recipe.schedule != "wsd":
+    # Megatron-DeepSpeed has no schedule 'wsd'.
+    if is_frontier_gpt(spec) and recipe.schedule != "wsd":
         files[MEGATRON] = f"pretrain_gpt.py {shlex.join(megatron_arguments(spec, plan, recipe))}\n"
     return files
 

@@ -18,6 +18,9 @@ from torch.nn import Parameter
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
+from kit.config.weight_groups import learning_rate_factor, weight_decay, weight_group
+from kit.engines.muon import MOMENTUM
+from kit.parallel.gradients import group_parameters
 from kit.parallel.groups import build_mesh, data_rank
 
 Accepts: TypeAlias = Callable[[float, float], bool]
@@ -32,8 +35,8 @@ that does not overlap with the backward pass."""
 
 
 class StepResult:
-    """Loss and gradient norm of one step, which are copied to the host asynchronously. `read` waits
-    until the copy has arrived.
+    """Loss, gradient norm and further numbers of one step, which are copied to the host
+    asynchronously. `read` waits until the copy has arrived.
 
     The step begins when the object is made. The object also records the times at which the phases
     of the step end. Recording does not delay the step: on a CPU the host's clock is read, and on a
@@ -51,21 +54,29 @@ class StepResult:
         """
         self.marks.append(self._now())
 
-    def take(self, loss: Tensor | float, norm: Tensor | float) -> None:
-        """Starts the asynchronous copy of loss and gradient norm to the host. Both must be on the
-        same device.
+    def take(self, loss: Tensor | float, norm: Tensor | float, **more: Tensor) -> None:
+        """Starts the asynchronous copy of loss, gradient norm and further numbers to the host. All
+        must be on the same device. The further numbers are passed by the name of their column in
+        metrics.jsonl.
         """
-        both = torch.stack((torch.as_tensor(loss), torch.as_tensor(norm)))
+        self.names = ("loss", "grad_norm", *more)
+        numbers = (torch.as_tensor(loss), torch.as_tensor(norm), *more.values())
         # The copy of GPU values is asynchronous and goes to pinned host memory.
-        self.values = both.to("cpu", non_blocking=True)
+        self.values = torch.stack(numbers).to("cpu", non_blocking=True)
         self.arrived = self._now()
 
     def read(self) -> tuple[float, float]:
         """Returns (loss, gradient norm). Waits until both are in host memory."""
+        numbers = self.numbers()
+        return numbers["loss"], numbers["grad_norm"]
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers of the step by the names of their columns in metrics.jsonl. Waits
+        until they are in host memory.
+        """
         if self.is_gpu:
             self.arrived.synchronize()
-        loss, norm = self.values.tolist()
-        return loss, norm
+        return dict(zip(self.names, self.values.tolist(), strict=True))
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of each phase that has ended, by the phase's name in PHASES. Must be
@@ -98,14 +109,21 @@ class Engine(abc.ABC):
     """Decoder modules of the kit that this rank holds, one per virtual pipeline stage. Empty on
     engines other than native."""
     optimizer: Any
-    """Optimizer of this rank's parameters. During training, weights and moments change only in its
-    steps."""
+    """Optimizer of this rank's parameters. During training, weights and moments change only from
+    the beginning of its step on."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device) -> None:
         self.spec = spec
         self.plan = plan
         self.recipe = recipe
         self.device = device
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """Optimizers that update the weights in a step, in their order. The first is
+        `optimizer`.
+        """
+        return [self.optimizer]
 
     @abc.abstractmethod
     def begin_step(
@@ -150,8 +168,9 @@ class Engine(abc.ABC):
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the learning rate of the next update."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)
 
 
 class PortableEngine(Engine):
@@ -217,12 +236,37 @@ class PortableEngine(Engine):
 
 
 def state_key(kind: str, name: str) -> str:
-    """Returns the name under which a checkpoint stores a tensor of a parameter. `kind` is "weight"
-    or one of MOMENTS.
+    """Returns the name under which a checkpoint stores a tensor of a parameter. `kind` is "weight",
+    one of MOMENTS, or MOMENTUM.
 
-    Examples: `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`.
+    Examples: `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`,
+    `muon.momentum_buffer.layers.3...`.
     """
-    return f"model.{name}" if kind == "weight" else f"adamw.{kind}.{name}"
+    if kind == "weight":
+        return f"model.{name}"
+    return f"muon.{kind}.{name}" if kind == MOMENTUM else f"adamw.{kind}.{name}"
+
+
+def optimizer_groups(
+    named: Iterable[tuple[str, Parameter]], recipe: Recipe, spec: ModelSpec
+) -> list[dict[str, Any]]:
+    """Returns parameter groups in torch's format, with the learning-rate factor and the weight
+    decay that the recipe gives to each weight. `named` has each parameter with its name in the
+    complete model.
+
+    Parameters of one group have equal mesh and placement, since torch's fused and foreach kernels
+    cannot mix plain tensors and DTensors.
+    """
+    settings: dict[tuple[float, float], list[Parameter]] = {}
+    for name, parameter in named:
+        group = weight_group(name, parameter.ndim)
+        key = learning_rate_factor(recipe, spec, group), weight_decay(recipe, group)
+        settings.setdefault(key, []).append(parameter)
+    return [
+        {"params": placed, "learning_rate_factor": factor, "weight_decay": decay}
+        for (factor, decay), parameters in settings.items()
+        for placed in group_parameters(parameters)
+    ]
 
 
 def adamw(parameters: Iterable[Any], recipe: Recipe) -> torch.optim.AdamW:

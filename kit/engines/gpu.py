@@ -89,8 +89,10 @@ def choose_kernels(device: torch.device, plan: Plan) -> None:
 def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[str, str]:
     """Returns the names of the kernels with which this model is trained on the device.
 
-    The key `attention` has the backend that torch chooses for attention. The key `fp32_products`
-    has the format in which fp32 matrix products are computed, "fp32" or "TF32".
+    The value of `attention` is the backend that torch chooses for attention without a window. If
+    the model has a soft cap of the scores, attention is computed without a fused kernel, and the
+    value is MATH. The value of `fp32_products` is the format in which fp32 matrix products are
+    computed, "fp32" or "TF32".
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
     # torch's choice of a kernel does not depend on the sequence length, so a short sequence is used
@@ -101,7 +103,10 @@ def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[st
     size = (length, spec.head_size)
     q = torch.empty(1, num_heads, *size, dtype=dtype, device=device, requires_grad=True)
     k = torch.empty(1, num_kv_heads, *size, dtype=dtype, device=device)
+    attention = SDPBackend(attention_choice(q, k)).name
+    if spec.attn_logit_softcapping is not None:
+        attention = SDPBackend.MATH.name
     products = "fp32"
     if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         products = "TF32"
-    return {"attention": SDPBackend(attention_choice(q, k)).name, "fp32_products": products}
+    return {"attention": attention, "fp32_products": products}

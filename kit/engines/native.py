@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
+from kit.config.weight_groups import WEIGHT_GROUPS, weight_group
 from kit.engines.engine import (
     MOMENTS,
     Accepts,
@@ -20,16 +21,20 @@ from kit.engines.engine import (
     StepResult,
     adamw,
     adamw_state,
+    optimizer_groups,
     state_key,
 )
+from kit.engines.muon import MOMENTUM, Muon
 from kit.model import Decoder
+from kit.model.cross_entropy import ZLoss
 from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
-from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_partial
+from kit.parallel.gradients import GradientNorms, clip, local, reduce_partial
 from kit.parallel.groups import pipeline_rank, split_world
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
+from kit.parallel.whole_matrices import stage_group
 
 
 class NativeEngine(PortableEngine):
@@ -49,7 +54,7 @@ class NativeEngine(PortableEngine):
         super().__init__(spec, plan, recipe, device)
         seed = recipe.seed if initialise else None
         self.decoders: list[Decoder] = build_decoders(
-            spec, plan, self.mesh, device=device, seed=seed
+            spec, plan, self.mesh, device=device, seed=seed, recipe=recipe
         )
         self.is_first = any(decoder.embedding is not None for decoder in self.decoders)
         self.is_last = any(decoder.output is not None for decoder in self.decoders)
@@ -59,6 +64,7 @@ class NativeEngine(PortableEngine):
         self.document_end: int | None = None
         """Token that ends a document, if each token attends only to its own document. None if each
         token attends to all earlier tokens."""
+        self.z_loss = ZLoss(recipe.z_loss) if recipe.z_loss else None
         self.schedule = None
         if self.pipeline_group is not None:
             self.schedule = build_schedule(
@@ -67,13 +73,12 @@ class NativeEngine(PortableEngine):
                 pipeline_rank=pipeline_rank(self.mesh),
                 group=self.pipeline_group,
                 device=device,
-                loss=lambda logits, targets: cross_entropy(logits, targets, self.tensor_mesh),
+                loss=lambda logits, targets: cross_entropy(
+                    logits, targets, self.tensor_mesh, self.z_loss
+                ),
             )
-        # One parameter group per mesh and placement, since AdamW's fused and foreach kernels cannot
-        # mix plain tensors and DTensors.
-        self.optimizer = adamw(
-            [{"params": group} for group in group_parameters(self.parameters())], recipe
-        )
+        self.optimizer, self.muon = self._make_optimizers()
+        self.norms = self._gradient_norms()
 
     def parameters(self) -> list[Parameter]:
         """Returns this rank's parameters. If the output weight is tied to the embedding, and this
@@ -93,34 +98,102 @@ class NativeEngine(PortableEngine):
         """Begins one optimizer step and returns its loss and gradient norm. If `accepts` is None, a
         GPU may still compute the step when the function returns.
         """
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         result = StepResult(self.device)
         loss = self._forward_backward(samples)
         result.mark()
         reduce_partial(self.parameters())
         if self.tied is not None:
             self.tied.reduce_gradients()
-        copy = self.tied.output if self.tied is not None else None
-        # A tied weight must count once in the gradient norm, so the output layer's copy is left
-        # out.
-        counted = [parameter for parameter in self.parameters() if parameter is not copy]
-        norm = global_norm(counted, self.pipeline_group)
+        squares = self.norms.squares()
+        norm = squares.sum().sqrt()
+        more = self._norms_by_group(squares)
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
         if accepts is not None:
-            result.take(self.mean_over_replicas(loss), norm)
+            self._take(result, loss, norm, more)
             if not accepts(*result.read()):
                 return result
         result.mark()
         self._update(learning_rate)
         result.mark()
         if accepts is None:  # The update is launched before the host waits for the loss.
-            result.take(self.mean_over_replicas(loss), norm)
+            self._take(result, loss, norm, more)
         return result
+
+    def _take(
+        self, result: StepResult, loss: Tensor, norm: Tensor, more: dict[str, Tensor]
+    ) -> None:
+        """Gives the numbers of a step to `result`. `loss` is the mean over this replica, and
+        contains the z-loss. In `result`, loss and z-loss are means over all replicas, and the loss
+        does not contain the z-loss.
+        """
+        if self.z_loss is None:
+            result.take(self.mean_over_replicas(loss), norm, **more)
+            return
+        z_loss = self.z_loss.take()
+        if z_loss is None:  # This rank does not have the last pipeline stage.
+            z_loss = torch.zeros_like(loss)
+        both = self.mean_over_replicas(torch.stack((loss - z_loss, z_loss)))
+        result.take(both[0], norm, z_loss=both[1], **more)
+
+    def _gradient_norms(self) -> GradientNorms:
+        """Returns the object that computes the gradient norm of each of WEIGHT_GROUPS. A tied
+        weight must count once, so the output layer's copy is left out.
+        """
+        copy = self.tied.output if self.tied is not None else None
+        groups: dict[str, list[Parameter]] = {group: [] for group in WEIGHT_GROUPS}
+        for name, parameter in self._all_named():
+            if parameter is not copy:
+                groups[weight_group(name, parameter.ndim)].append(parameter)
+        return GradientNorms(list(groups.values()), self.pipeline_group)
+
+    def _norms_by_group(self, squares: Tensor) -> dict[str, Tensor]:
+        """Returns columns of metrics.jsonl: the gradient norm of each group of weights that the
+        model has, before clipping.
+        """
+        norms = zip(WEIGHT_GROUPS, squares.sqrt().unbind(), strict=True)
+        has_output = not self.spec.tied_embeddings
+        return {f"grad_norm/{g}": norm for g, norm in norms if g != "output" or has_output}
+
+    def _make_optimizers(self) -> tuple[torch.optim.AdamW, Muon | None]:
+        """Returns (AdamW, Muon). Muon is None if the recipe does not name it, or if this rank has
+        no matrix for it.
+        """
+        named = self._all_named()
+        if self.recipe.optimizer == "adamw":
+            return adamw(optimizer_groups(named, self.recipe, self.spec), self.recipe), None
+        matrices = []
+        others = []
+        for name, parameter in named:
+            is_matrix = weight_group(name, parameter.ndim) == "matrices"
+            (matrices if is_matrix else others).append((name, parameter))
+        optimizer = adamw(optimizer_groups(others, self.recipe, self.spec), self.recipe)
+        group = stage_group(self.mesh)
+        if not matrices:
+            return optimizer, None
+        muon = Muon(
+            optimizer_groups(matrices, self.recipe, self.spec),
+            self.recipe,
+            mesh=self.mesh,
+            group=group,
+            dtype=torch.bfloat16 if self.plan.precision == "bf16" else torch.float32,
+        )
+        return optimizer, muon
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """AdamW and, if the recipe names it, Muon, in the order in which they update the weights.
+        AdamW comes first: before its update it waits until the state for a checkpoint is copied
+        (`PortableCheckpoints`), so Muon's update also follows the copy.
+        """
+        return [self.optimizer] if self.muon is None else [self.optimizer, self.muon]
 
     def _update(self, learning_rate: float) -> None:
         self.set_learning_rate(learning_rate)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
@@ -134,15 +207,20 @@ class NativeEngine(PortableEngine):
         return self.mean_over_replicas(loss / (len(samples) // self.plan.micro_batch_size)).item()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and AdamW moments by their names in the complete model. The tensors are
-        not copied, so the next step changes them. Tensors that are split over ranks are DTensors.
+        """Returns weights, AdamW moments and Muon's momentum by their names in the complete model.
+        The tensors are not copied, so the next step changes them. Tensors that are split over ranks
+        are DTensors.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
-            kept = self.optimizer.state.get(parameter, {})
-            assert kept or not self.optimizer.state, f"{name} is not the optimizer's"
+            kept = {}
+            for optimizer in self.optimizers:
+                kept |= optimizer.state.get(parameter, {})
+            assert kept or not self.optimizer.state, f"{name} is not an optimizer's"
             state[state_key("weight", name)] = parameter.detach()
-            state |= {state_key(moment, name): kept[moment] for moment in MOMENTS if kept}
+            for kind in (*MOMENTS, MOMENTUM):
+                if kind in kept:
+                    state[state_key(kind, name)] = kept[kind]
         return state
 
     def named_parameters(self) -> dict[str, Parameter]:
@@ -150,21 +228,33 @@ class NativeEngine(PortableEngine):
         is tied to the embedding, the output weight is listed under the name of the embedding's
         weight.
         """
-        named = {}
+        named: dict[str, Parameter] = {}
+        for name, parameter in self._all_named():
+            named.setdefault(name, parameter)
+        return named
+
+    def _all_named(self) -> list[tuple[str, Parameter]]:
+        """Returns each parameter of `parameters` with its name in the complete model. If this rank
+        has two copies of a tied weight, both have the name of the embedding's weight.
+        """
+        named = []
         for decoder in self.decoders:
             for name, parameter in decoder.named_parameters():
                 if name == "output.weight" and self.spec.tied_embeddings:
                     name = "embedding.tokens.weight"
-                named.setdefault(name, parameter)
+                named.append((name, parameter))
         return named
 
     def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
-        """Replaces weights and AdamW moments. All ranks must call it. `fill` writes the new values
-        into the tensors that it receives, and `num_updates` is the number of updates that the
-        moments contain.
+        """Replaces weights and the state of the optimizers. All ranks must call it. `fill` writes
+        the new values into the tensors that it receives, and `num_updates` is the number of updates
+        that the moments contain.
         """
-        for parameter in self.parameters():
-            self.optimizer.state[parameter] = adamw_state(parameter, num_updates)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = adamw_state(parameter, num_updates)
+        if self.muon is not None:
+            self.muon.reset()
         fill(self.state_dict())
         if self.tied is not None:
             # A rank with the first and the last stage has two copies of the tied weight. `fill` has
@@ -185,7 +275,7 @@ class NativeEngine(PortableEngine):
         for i, (x_BT, y_BT, past) in enumerate(self._micro_batches_with_past(samples)):
             prepare_backward(decoder, self.plan, last_microbatch=i == count - 1)
             with self.loss_context():
-                loss = self._loss(x_BT, y_BT, past) / count
+                loss = self._loss(x_BT, y_BT, past, self.z_loss) / count
                 loss.backward()
             total += loss.detach()
         return total
@@ -200,7 +290,7 @@ class NativeEngine(PortableEngine):
         memory, in `samples`. A search on the GPU would make the host wait until the GPU has
         finished the previous micro-batch.
         """
-        has_kernel = has_document_kernel(
+        has_kernel = self.spec.has_plain_attention and has_document_kernel(
             self.device,
             self.plan.precision,
             has_grouped_heads=self.spec.num_heads != self.spec.num_kv_heads,
@@ -231,15 +321,21 @@ class NativeEngine(PortableEngine):
             return torch.zeros((), device=self.device)
         return torch.stack(losses).mean().detach()
 
-    def _loss(self, tokens_BT: Tensor, targets_BT: Tensor, past: Past | None) -> Tensor:
+    def _loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        past: Past | None,
+        z_loss: ZLoss | None = None,
+    ) -> Tensor:
         """Returns the mean loss of a micro-batch. Returns zero without a gradient if this rank does
-        not have the last pipeline stage. With a pipeline, `past` must be None.
+        not have the last pipeline stage. With a pipeline, `past` and `z_loss` must be None.
         """
         if self.pipeline_group is None and self.tensor_mesh is None:
-            return self.decoders[0](tokens_BT, targets_BT, past=past)
+            return self.decoders[0](tokens_BT, targets_BT, past=past, z_loss=z_loss)
         if self.pipeline_group is None:
             logits_BTV = self.decoders[0](tokens_BT, past=past)
-            return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
+            return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh, z_loss)
         group = self.pipeline_group
         rank = pipeline_rank(self.mesh)
         logits_BTV = forward_only(

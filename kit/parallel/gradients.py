@@ -1,6 +1,8 @@
-"""The gradient norm of the complete model, correct for every kind of parallelism, and gradient
-clipping by this norm.
+"""Gradient norms of the complete model, correct for every kind of parallelism, and gradient
+clipping by the norm of all gradients.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,27 +25,60 @@ def reduce_partial(parameters: list[Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=wanted)
 
 
-def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the L2 norm of the gradients of the complete model, as a scalar tensor. Each weight
+class GradientNorms:
+    """Computes the gradient norm of each group of weights over the complete model. Each weight
     counts once.
 
-    `parameters` are this rank's parameters, without copies of weights that another stage owns.
-    Their gradients must already be reduced over the replicas. The squared norms of local shards are
-    summed over the mesh axes that shard the weights, then over the pipeline. On an axis on which
-    gradients are replicated, all ranks have equal gradients, so nothing is summed. All ranks must
-    call this function.
+    Args:
+        groups: this rank's parameters by group, without copies of weights that another stage owns.
+            All ranks must name the same groups. A group may be empty on some ranks.
+        pipeline_group: process group of the ranks of a pipeline, or None without a pipeline.
     """
-    total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
-    for group in group_parameters([p for p in parameters if p.grad is not None]):
-        square = torch.nn.utils.get_total_norm(local_gradients(group)).float() ** 2
-        if isinstance(group[0], DTensor):
-            for axis, placement in enumerate(group[0].placements):
-                if not placement.is_replicate() and group[0].device_mesh.size(axis) > 1:
-                    dist.all_reduce(square, group=group[0].device_mesh.get_group(axis))
-        total += square
-    if pipeline_group is not None:
-        dist.all_reduce(total, group=pipeline_group)
-    return total.sqrt()
+
+    def __init__(
+        self, groups: Sequence[list[Parameter]], pipeline_group: dist.ProcessGroup | None
+    ) -> None:
+        self.pipeline_group = pipeline_group
+        number = {parameter: i for i, group in enumerate(groups) for parameter in group}
+        self.placed: list[list[list[Parameter]]] = []
+        """Parameters by placement, and within a placement by group."""
+        for parameters in group_parameters(list(number)):
+            members: list[list[Parameter]] = [[] for _ in groups]
+            for parameter in parameters:
+                members[number[parameter]].append(parameter)
+            self.placed.append(members)
+
+    def squares(self) -> Tensor:
+        """Returns the squared L2 norm of the gradients of each group, of shape [number of groups].
+        All ranks must call this method.
+
+        Gradients must already be reduced over the replicas. The squared norms of local shards are
+        summed over the mesh axes that shard the weights, then over the pipeline. On an axis on
+        which gradients are replicated, all ranks have equal gradients, so nothing is summed.
+        """
+        by_placement = []
+        for members in self.placed:
+            example = next(parameter for group in members for parameter in group)
+            squares = torch.stack([_squared_norm(group, example.device) for group in members])
+            if isinstance(example, DTensor):
+                for axis, placement in enumerate(example.placements):
+                    if not placement.is_replicate() and example.device_mesh.size(axis) > 1:
+                        dist.all_reduce(squares, group=example.device_mesh.get_group(axis))
+            by_placement.append(squares)
+        total = torch.stack(by_placement).sum(dim=0)
+        if self.pipeline_group is not None:
+            dist.all_reduce(total, group=self.pipeline_group)
+        return total
+
+
+def _squared_norm(parameters: list[Parameter], device: torch.device) -> Tensor:
+    """Returns the squared L2 norm of this rank's shards of the gradients. Returns 0 if there are no
+    gradients.
+    """
+    gradients = local_gradients(parameters)
+    if not gradients:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.nn.utils.get_total_norm(gradients).float() ** 2
 
 
 def clip(parameters: list[Parameter], norm: Tensor, limit: float) -> None:

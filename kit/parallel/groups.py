@@ -88,17 +88,17 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
         ) from error
 
 
-def from_rank_0(ask: Callable[[], Found], group: Any = None) -> Found:
-    """Calls `ask` on rank 0 only and returns its result on all ranks. If `ask` reads files, for
-    example, only rank 0 accesses the disk.
+def from_rank_0(function: Callable[[], Found], group: Any = None) -> Found:
+    """Calls `function` on rank 0 only and returns its result on all ranks. If `function` reads
+    files, for example, only rank 0 accesses the disk.
 
-    All ranks must call this function. `group` must be a CPU group of all ranks. An error of `ask`
-    is raised on all ranks.
+    All ranks must call `from_rank_0`. `group` must be a CPU group of all ranks. An error of
+    `function` is raised on all ranks.
     """
     found: list[Any] = [None]
     with raised_on_all(group):
         if dist.get_rank() == 0:
-            found = [ask()]
+            found = [function()]
     dist.broadcast_object_list(found, src=0, group=group)
     return found[0]
 

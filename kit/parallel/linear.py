@@ -72,7 +72,7 @@ def split_layers(module: nn.Module, group: ProcessGroup) -> None:
                 continue
             whole: Any = parent.get_submodule(name)
             with torch.device(whole.weight.device):
-                part = PARTS[split](whole, group)
+                part = PARALLEL_LAYERS[split](whole, group)
             setattr(parent, name, part)
             if split == "column" and not shared:
                 part.register_forward_pre_hook(copied)
@@ -117,7 +117,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
         return sum_over_ranks(found * mine.unsqueeze(-1), self.group)
 
 
-PARTS: dict[str, Callable[[Any, ProcessGroup], nn.Module]] = {
+PARALLEL_LAYERS: dict[str, Callable[[Any, ProcessGroup], nn.Module]] = {
     "column": column_part,
     "row": RowParallelLinear,
     "vocabulary": VocabularyParallelEmbedding,

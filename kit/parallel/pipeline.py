@@ -75,8 +75,8 @@ def build_schedule(
     kind: Any = getattr(pipelining, SCHEDULES[plan.schedule])
     if plan.schedule == "1f1b" and plan.num_microbatches < plan.num_stages:
         # Torch's 1F1B needs at least as many micro-batches as stages. With fewer micro-batches,
-        # GPipe has equal step time. The memory of the first stage is also equal, since both
-        # schedules save the activations of all micro-batches there.
+        # GPipe takes the same time per step as 1F1B. GPipe also uses as much memory in the first
+        # stage, since both schedules save the activations of all micro-batches in this stage.
         kind = pipelining.ScheduleGPipe
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)

@@ -88,11 +88,11 @@ def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
 
 def _placement(parameter: torch.Tensor) -> str:
     if not isinstance(parameter, DTensor):
-        return "whole"
+        return "not sharded"
     names = parameter.device_mesh.mesh_dim_names or ()
     cuts = [
         f"dim {getattr(placement, 'dim', '?')} over {name} ({parameter.device_mesh.size(axis)})"
         for axis, (name, placement) in enumerate(zip(names, parameter.placements, strict=True))
         if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
     ]
-    return ", ".join(cuts) or "whole"
+    return ", ".join(cuts) or "not sharded"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cluster.job import Job
-from cluster.login.mirror import mirror_of, refresh
+from cluster.login.mirror import mirror_of, update_mirror
 from cluster.ownership import Owned
 from cluster.record import ConfigError, Record, html_table
 from cluster.site import Site
@@ -102,7 +102,7 @@ class Run(Owned):
             )
         return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
 
-    def asked(self) -> dict[str, str]:
+    def configuration_texts(self) -> dict[str, str]:
         """Returns the texts of the run's configuration files, by file name.
 
         spec.json is last in the dict and must be written last: a directory with spec.json counts as
@@ -135,7 +135,7 @@ class Run(Owned):
             RunError: The directory is not a run directory.
         """
         directory = Path(directory).expanduser().resolve()
-        refresh(directory)
+        update_mirror(directory)
         if not (directory / "spec.json").exists():
             raise RunError(
                 f"{directory} is not a run directory (no spec.json). Make one with `kit launch`."
@@ -179,7 +179,7 @@ class Run(Owned):
         """
         return self.is_imported or mirror_of(self.directory) is not None
 
-    def differing(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
+    def differing_fields(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
         """Returns the fields in which this run's configuration differs from `wanted`. The key is
         the field's dotted name, such as "plan.zero_stage". The value is (value in this run, value
         in `wanted`).
@@ -193,14 +193,14 @@ class Run(Owned):
             if value != own[key]
         }
 
-    def how_to_go_on(self, plan: Plan, num_steps: int) -> str:
+    def resume_advice(self, plan: Plan, num_steps: int) -> str:
         """Returns a sentence with the command that resumes this run with `plan` up to `num_steps`
         steps, and with the fields of the plan that this changes.
 
         If the run already has a checkpoint of `num_steps` or of a later step, the command contains
         `--steps N`, and the user must choose N.
         """
-        changes = self.differing("plan", plan)
+        changes = self.differing_fields("plan", plan)
         is_done = num_steps <= max(self.checkpoints.steps(), default=0)
         words = [str(self.directory)]
         if is_done:
@@ -262,12 +262,12 @@ class Run(Owned):
         """
         from kit.run.metrics import Metrics, rows_to_metrics
 
-        facts = self.facts()
+        facts = self.metrics_arguments()
         if rows is not None:
             return rows_to_metrics(rows, **facts)
         return Metrics.read(self.directory / "metrics.jsonl", **facts)
 
-    def facts(self) -> dict[str, Any]:
+    def metrics_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of `Metrics` from which speeds and MFU are computed: model,
         plans and sites.
 
@@ -308,14 +308,14 @@ def _check_same_run(old: Run, spec: ModelSpec, plan: Plan, recipe: Recipe) -> No
     resumed. The message names the fields.
     """
     may_change = {f"recipe.{name}" for name in ("num_steps", "decay_steps", *POLICY)}
-    differing = {**old.differing("spec", spec), **old.differing("recipe", recipe)}
+    differing = {**old.differing_fields("spec", spec), **old.differing_fields("recipe", recipe)}
     told = [
         f"{key} = {own!r}, not {new!r}"
         for key, (own, new) in differing.items()
         if key not in may_change
     ]
     if told:
-        advice = old.how_to_go_on(plan, recipe.num_steps)
+        advice = old.resume_advice(plan, recipe.num_steps)
         raise RunError(
             f"{old.directory} is a run with {'; '.join(told)}, which a run keeps. {advice}"
         )

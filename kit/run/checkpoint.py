@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cluster.files import file_size, opened, read_small
+from cluster.files import file_size, open_for_reading, read_small
 from cluster.login.mirror import mirror_of
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
@@ -239,7 +239,7 @@ class Checkpoints:
         if DESCRIPTION not in manifest.files:
             return manifest, b""
         self.verify(manifest, [DESCRIPTION])
-        with opened(self.path(step) / DESCRIPTION) as stream:
+        with open_for_reading(self.path(step) / DESCRIPTION) as stream:
             return manifest, stream.read(DESCRIPTION_BYTES)
 
     def check_model(self, manifest: Manifest, spec: ModelSpec) -> None:
@@ -390,7 +390,7 @@ def checksum(file: Path) -> int:
     """
     value = 0
     buffer = memoryview(bytearray(READ_BYTES))
-    with opened(file) as stream:
+    with open_for_reading(file) as stream:
         while count := stream.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)  # `crc32` releases the GIL.
     return value

@@ -135,33 +135,35 @@ class CheckpointTensors:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles numbers, texts, lists, dictionaries and objects of the classes in `kept`, without
-    running code of the pickle. `check_pickle` first checks the bytes.
+    """Unpickles numbers, texts, lists, dictionaries and objects of the classes in
+    `allowed_classes`, without running code of the pickle. `check_pickle` first checks the bytes.
 
     Objects of other classes are loaded as empty objects. A pickle could set attributes of a class
     that it names, and the whole process shares the class. Therefore each load makes new subclasses
     that only this load uses and whose attributes cannot be set. Only objects of the classes in
-    `keys` may be keys of a dictionary, since computing the hash of another object may take
+    `allowed_keys` may be keys of a dictionary, since computing the hash of another object may take
     unlimited time.
 
     Attributes:
-        kept: classes whose objects are loaded, by (module, name) in the pickle.
-        keys: classes of `kept` whose objects may be keys of a dictionary.
+        allowed_classes: classes whose objects are loaded, by (module, name) in the pickle.
+        allowed_keys: classes of `allowed_classes` whose objects may be keys of a dictionary.
 
     Raises:
         pickle.UnpicklingError: The bytes do not pass the check.
     """
 
-    kept: ClassVar[dict[tuple[str, str], type]] = {("argparse", "Namespace"): argparse.Namespace}
-    keys: ClassVar[tuple[type, ...]] = ()
+    allowed_classes: ClassVar[dict[tuple[str, str], type]] = {
+        ("argparse", "Namespace"): argparse.Namespace
+    }
+    allowed_keys: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self, data: bytes) -> None:
         check_pickle(data)
         super().__init__(io.BytesIO(data))
 
     def find_class(self, module: str, name: str) -> Any:
-        base = self.kept.get((module, name), _EmptyObject)
-        attributes = {} if base in self.keys else {"__hash__": None}
+        base = self.allowed_classes.get((module, name), _EmptyObject)
+        attributes = {} if base in self.allowed_keys else {"__hash__": None}
         return _FrozenType(base.__name__, (base,), attributes)
 
     def persistent_load(self, pid: Any) -> None:
@@ -265,14 +267,14 @@ class _Index(MetadataIndex):
 class _MetadataUnpickler(PlainUnpickler):
     """Unpickles `.metadata`. Rejects a pickle that names a class that torch does not write."""
 
-    kept: ClassVar = {
+    allowed_classes: ClassVar = {
         (METADATA, "Metadata"): Metadata,
         (METADATA, "MetadataIndex"): _Index,
         (METADATA, "TensorStorageMetadata"): TensorStorageMetadata,
         (METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     }
-    keys: ClassVar = (_Index,)
+    allowed_keys: ClassVar = (_Index,)
 
     def find_class(self, module: str, name: str) -> Any:
         # Python 3.13 alone writes `pathlib._local` as the module of PosixPath.
@@ -283,7 +285,7 @@ class _MetadataUnpickler(PlainUnpickler):
         if asked == ("torch", "Size"):
             return torch.Size  # This is a built-in type, whose attributes cannot be set.
         # Other names in the module `torch` are dtypes, which are not needed to read tensors.
-        if module != "torch" and asked not in UNUSED and asked not in self.kept:
+        if module != "torch" and asked not in UNUSED and asked not in self.allowed_classes:
             raise pickle.UnpicklingError(
                 f"it asks for {module}.{name}, which no description of tensors needs; nothing"
                 " was run"

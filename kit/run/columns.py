@@ -2,7 +2,7 @@
 file are read.
 
 A restarted attempt may repeat steps of older attempts. From its first step on, its steps replace
-the steps of older attempts. All code that reads steps uses `that_count`, which implements this
+the steps of older attempts. All code that reads steps uses `valid_rows`, which implements this
 rule.
 """
 
@@ -30,6 +30,7 @@ COLUMNS = (
 OPTIONAL_COLUMNS = (
     "validation_loss",
     "validation_s",
+    "z_loss",
     "loss_scale",
     "skipped_steps",
     "nan_steps",
@@ -43,18 +44,46 @@ OPTIONAL_COLUMNS = (
     "optimizer_s",
     "waiting_s",
 )
-"""Columns that a run may lack.
-
-- `validation_s`: seconds of the validation after the step.
-- `skipped_steps`: number of steps without an update since the start of the attempt.
-- `nan_steps`: number of skipped steps with a NaN loss in one line of another training code's log.
-- `consumed_tokens`: number of tokens at the end of the step, as counted by another training code.
-- `data_s`: seconds for which rank 0 waited for its batch.
-- `forward_backward_s`, `reduction_s`, `optimizer_s`: seconds of the three phases of the native
-  engine on rank 0.
-- `waiting_s`: seconds, within these phases, for which rank 0 waited for other ranks. Recorded on a
-  CPU only."""
+"""Columns that a run may lack."""
 NAMES: tuple[str, ...] = (*COLUMNS, *OPTIONAL_COLUMNS)
+COLUMN_MEANINGS = {
+    "step": "number of the optimizer step, counted from 1",
+    "attempt": "number of the attempt that trained the step, counted from 1",
+    "time": "Unix time of the end of the step, in seconds",
+    "step_time_s": "duration of the step, in seconds, without validation and hook",
+    "tokens": "number of training tokens of the step, over all replicas",
+    "loss": "mean cross-entropy of the step, in nats per token",
+    "grad_norm": "norm of all gradients before clipping",
+    "learning_rate": "learning rate of the step",
+    "memory_bytes": "largest memory so far of the device of rank 0 or, on a CPU, of its process,"
+    " in bytes",
+    "validation_loss": "mean cross-entropy on the validation set after the step, in nats per token",
+    "validation_s": "duration of the validation after the step, in seconds",
+    "z_loss": "mean z-loss of the step, which the column `loss` does not contain",
+    "loss_scale": "factor by which fp16 training scales the loss of the next step",
+    "skipped_steps": "number of steps without an update since the start of the attempt",
+    "nan_steps": "number of skipped steps with a NaN loss in one line of another trainer's log",
+    "reserved_bytes": "largest memory so far that torch reserved on the GPU of rank 0, in bytes",
+    "allocation_retries": "number of times that torch has freed cached GPU memory of rank 0 to"
+    " satisfy an allocation",
+    "checkpoint_s": "seconds for which training waited for saves since the column was last written",
+    "consumed_tokens": "number of tokens at the end of the step, as counted by another trainer",
+    "data_s": "seconds for which rank 0 waited for its batch",
+    "forward_backward_s": "duration of the forward and backward passes on rank 0, in seconds"
+    " (native engine)",
+    "reduction_s": "duration of the gradient reduction on rank 0, in seconds (native engine)",
+    "optimizer_s": "duration of the optimizer's update on rank 0, in seconds (native engine)",
+    "waiting_s": "seconds, within the other phases, for which rank 0 waited for other ranks;"
+    " recorded on a CPU only",
+}
+"""Meaning and unit of each column in NAMES. The trainer of the kit does not write `nan_steps` and
+`consumed_tokens`, which come from logs of other trainers."""
+MOST_NAMES = len(NAMES) + 200
+"""Largest number of columns that are read: NAMES and 200 others, such as the numbers of a hook. The
+number is limited, since each column takes 8 bytes per step, even if most steps lack the value."""
+LONGEST_NAME = 100
+"""Largest number of characters in the name of a column that is not in NAMES. Columns with longer
+names are not read."""
 FAST_FROM_BYTES, FAST_BLOCK_BYTES, MOST_ROOM = 2**18, 2**20, 2**22
 """FAST_FROM_BYTES is the smallest size of a text that pyarrow parses. `json` parses a shorter text
 in less time than the import of pyarrow takes. FAST_BLOCK_BYTES is pyarrow's block size in bytes.
@@ -62,7 +91,7 @@ MOST_ROOM is the largest number of unread steps for which memory is reserved. Th
 but pages that are not written use no memory."""
 
 
-class Growing:
+class GrowingArray:
     """Array of float64 values, [rows, n], to which values can be appended along the second
     dimension.
     """
@@ -99,6 +128,9 @@ class Columns(Tail):
     float64 array, with NaN for steps whose line has no loss.
 
     Attributes:
+        names: names of the columns: NAMES, followed by the other columns of the file that have
+            numbers, such as `hook/NAME`. They are in the order of their first occurrence. There are
+            at most MOST_NAMES names.
         revision: number that changes whenever rows that were already read have changed. The cause
             is a new attempt that repeats steps, or a replaced file.
         skipped_lines: number of lines so far that are torn or were not written by the kit.
@@ -126,8 +158,10 @@ class Columns(Tail):
         text = self.new_lines(limit_bytes)
         if not text:
             return False
-        rows, skipped = parse_lines(text)
+        self.names, rows, skipped = parse_all_columns(text, self.names)
         self.skipped_lines += skipped
+        for name in self.names[len(self._columns) :]:
+            self._columns[name] = GrowingArray(1)
         self._append(rows, min(MOST_ROOM, rows.shape[1] * self.unread_bytes // len(text)))
         return self.unread_bytes > 0
 
@@ -137,23 +171,28 @@ class Columns(Tail):
             pass
         return self
 
+    def recorded_names(self) -> list[str]:
+        """Returns the names of the columns that have a number in at least one step."""
+        return [name for name, column in self._columns.items() if column.length]
+
     def restart(self) -> None:
         """Removes all steps from memory. The next `poll` reads the file from its beginning."""
         super().restart()
+        self.names = NAMES
         # A column without any finite value stays empty, so that it takes no memory.
-        self._columns = {name: Growing(1) for name in NAMES}
+        self._columns = {name: GrowingArray(1) for name in NAMES}
         self.skipped_lines = 0
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
     def _append(self, rows: np.ndarray, to_come: int) -> None:
-        """Adds parsed rows, an array [columns of NAMES, n], in the order of the file. `to_come` is
-        the number of rows that are expected later.
+        """Adds parsed rows, an array [columns of `names`, n], in the order of the file. `to_come`
+        is the number of rows that are expected later.
         """
         start = int(np.searchsorted(self["step"], rows[0].min(initial=np.inf)))
         self.revision += start < len(self)
-        rows = np.hstack([[self[name][start:] for name in NAMES], rows])
-        rows = rows[:, that_count(rows[0], rows[1], self.first_steps)]
+        rows = np.hstack([[self[name][start:] for name in self.names], rows])
+        rows = rows[:, valid_rows(rows[0], rows[1], self.first_steps)]
         for column, values in zip(self._columns.values(), rows, strict=True):
             if column.length or not np.isnan(values).all():
                 begin = min(start, column.length)
@@ -186,7 +225,7 @@ def tokens_seen(
     return counted + corrections[last_told]
 
 
-def that_count(
+def valid_rows(
     steps: ArrayLike, attempts: ArrayLike, first_steps: dict[int, int] | None = None
 ) -> np.ndarray:
     """Returns the indices of the rows that are valid, in ascending order of their steps, each step
@@ -219,35 +258,89 @@ def that_count(
 
 def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
     """Returns (values of the lines, number of skipped lines). The values are an array of shape
-    [columns of NAMES, n].
+    [columns of NAMES, n]. Other columns are ignored.
 
     Lines that are torn or were not written by the kit are skipped. `text` must consist of complete
     lines.
     """
-    if len(text) >= FAST_FROM_BYTES:
-        # JSON has no NaN, which Python's json writes for a NaN loss. The second call replaces NaN
-        # by null.
-        if found := _parse_fast(text) or _parse_fast(text.replace(b": NaN", b": null")):
-            return found
+    if found := _parse_fast(text, NAMES, all_named=False):
+        return found
     # If a line is torn, the slow parser is needed, but only for this chunk of the file.
     rows, skipped = parse_rows(text)
     return values_of(rows), skipped
 
 
-def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
-    """Parses lines with pyarrow, which is fast. Returns the result of `parse_lines`, or None if a
-    line is not a flat JSON object with numbers in the kit's columns.
+def parse_all_columns(
+    text: bytes, names: tuple[str, ...]
+) -> tuple[tuple[str, ...], np.ndarray, int]:
+    """Returns (names, values, number of skipped lines) of all columns of the lines that have
+    numbers. The returned names are `names`, followed by names that occur here for the first time.
+    The values are an array of shape [columns of the returned names, n].
+
+    Lines are skipped as by `parse_lines`. The fast parser cannot find new names. In most runs, the
+    first lines of a text contain all names, so these lines are parsed slowly first.
     """
+    if found := _parse_fast(text, names, all_named=len(names) < MOST_NAMES):
+        return names, *found
+    if len(text) >= FAST_FROM_BYTES:
+        rows, _ = parse_rows(text[: FAST_FROM_BYTES // 4])
+        names = _with_new_names(names, rows)
+        if found := _parse_fast(text, names, all_named=len(names) < MOST_NAMES):
+            return names, *found
+    rows, skipped = parse_rows(text)
+    names = _with_new_names(names, rows)
+    return names, values_of(rows, names), skipped
+
+
+def _with_new_names(names: tuple[str, ...], rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns `names`, followed by the names of numbers in the rows that are not in `names`, in the
+    order of their first occurrence. There are at most MOST_NAMES names.
+
+    pyarrow refuses some names that are not printable, so these are left out.
+    """
+    found = dict.fromkeys(names)
+    for row in rows:
+        for name, value in row.items():
+            if name in found or len(found) == MOST_NAMES or not is_number(value):
+                continue
+            if name.isprintable() and 0 < len(name) <= LONGEST_NAME:
+                found[name] = None
+    return tuple(found)
+
+
+def _parse_fast(
+    text: bytes, names: tuple[str, ...], *, all_named: bool
+) -> tuple[np.ndarray, int] | None:
+    """Parses lines with pyarrow, which is fast. Returns (values of the columns `names`, number of
+    skipped lines).
+
+    Returns None if the text is short, or if a line is not a flat JSON object with numbers in these
+    columns. With `all_named`, returns None also if a line has a column that is not in `names`.
+    """
+    if len(text) < FAST_FROM_BYTES:
+        return None
+    # JSON has no NaN, which Python's json writes for a NaN loss. The second call replaces NaN by
+    # null.
+    return _parse_json(text, names, all_named) or _parse_json(
+        text.replace(b": NaN", b": null"), names, all_named
+    )
+
+
+def _parse_json(
+    text: bytes, names: tuple[str, ...], all_named: bool
+) -> tuple[np.ndarray, int] | None:
+    """Returns the result of `_parse_fast` for a text without NaN."""
     import pyarrow
     import pyarrow.json
 
-    schema = pyarrow.schema([(name, pyarrow.float64()) for name in NAMES])
+    schema = pyarrow.schema([(name, pyarrow.float64()) for name in names])
     try:
         table = pyarrow.json.read_json(
             pyarrow.BufferReader(text),
             read_options=pyarrow.json.ReadOptions(block_size=FAST_BLOCK_BYTES),
             parse_options=pyarrow.json.ParseOptions(
-                explicit_schema=schema, unexpected_field_behavior="ignore"
+                explicit_schema=schema,
+                unexpected_field_behavior="error" if all_named else "ignore",
             ),
         )
     except pyarrow.ArrowException:
@@ -291,13 +384,13 @@ def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:
     return rows, len(found) - len(rows)
 
 
-def values_of(rows: list[dict[str, Any]]) -> np.ndarray:
-    """Returns the values of rows as an array of shape [columns of NAMES, n]. A value that a row
+def values_of(rows: list[dict[str, Any]], names: tuple[str, ...] = NAMES) -> np.ndarray:
+    """Returns the values of rows as an array of shape [columns of `names`, n]. A value that a row
     lacks is NaN.
     """
-    values = np.empty((len(NAMES), len(rows)))
+    values = np.empty((len(names), len(rows)))
     for place, row in enumerate(rows):
-        values[:, place] = [float_or_nan(row.get(name)) for name in NAMES]
+        values[:, place] = [float_or_nan(row.get(name)) for name in names]
     return values
 
 

@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from cluster.files import FULL, appending, line_break
+from cluster.files import FULL, line_break, open_for_appending
 from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.run.columns import (
     COLUMNS,
     NAMES,
-    OPTIONAL_COLUMNS,
     Columns,
     tokens_seen,
     values_of,
@@ -130,7 +129,7 @@ class MetricsWriter:
 
     def _open(self) -> io.FileIO:
         """Opens the file for appending and returns its stream."""
-        self.stream = appending(self.file)
+        self.stream = open_for_appending(self.file)
         if not self.is_begun:
             # A killed attempt may have left a torn last line. New lines must then begin with a line
             # break.
@@ -144,7 +143,8 @@ class Metrics:
     """The steps of a run in ascending order, each step once. A restarted attempt may repeat steps
     of older attempts. From its first step on, its steps replace those of older attempts.
 
-    `metrics["loss"]` is one column as an array with one value per step.
+    `metrics["loss"]` is one column as an array with one value per step. Other columns of the file
+    that have numbers, such as `hook/NAME`, are columns, too.
     """
 
     columns: dict[str, np.ndarray]
@@ -176,7 +176,8 @@ class Metrics:
         """Returns Metrics of steps that were already read into Columns. `facts` are fields such as
         `spec` and `plans`, which `kit.run.Run.facts` returns.
         """
-        names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
+        further = (name for name in read.names if name not in COLUMNS)
+        names = [*COLUMNS, *(name for name in further if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}
         columns |= {name: _whole(columns[name]) for name in ("step", "attempt", "tokens")}
         return cls(columns=columns, skipped_lines=read.skipped_lines, **facts)
@@ -211,8 +212,8 @@ class Metrics:
 
     def hfu(self) -> np.ndarray | None:
         """Returns the HFU (hardware FLOP/s utilization) of each step, from 0 to 1. Unlike MFU, it
-        also counts the FLOPs of recomputation. It is None, or NaN for a step, in the same cases as
-        the MFU.
+        also counts the FLOPs of recomputation, as `ModelSpec.hardware_flops_per_token` defines
+        them. It is None, or NaN for a step, in the same cases as the MFU.
         """
         return self._believable(1)
 

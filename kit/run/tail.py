@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from cluster.files import opened
+from cluster.files import open_for_reading
 
 CHUNK_BYTES = 8 << 20
 """Default of the largest number of bytes that one call reads, 8 MiB."""
@@ -45,7 +45,7 @@ class Tail:
         never end.
         """
         try:
-            with opened(self.file) as stream:
+            with open_for_reading(self.file) as stream:
                 if not self.is_same(stream):
                     self.restart()
                 stream.seek(self.position)
@@ -93,7 +93,7 @@ def last_lines(file: Path, limit_bytes: int, *, follows: bool = False) -> list[b
     If `follows` is True, the file may be a symbolic link. The log of an imported run is a link.
     """
     try:
-        with opened(file, follows=follows) as stream:
+        with open_for_reading(file, follows=follows) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - limit_bytes))
             lines = stream.read(limit_bytes).split(b"\n")

@@ -24,12 +24,11 @@ Work = Callable[[], None]
 
 
 class Background:
-    """Calls registered functions repeatedly in one thread. Each of these functions is called a
-    piece of work.
+    """Calls the registered work functions repeatedly in one thread.
 
-    An OSError of one piece of work does not affect training: it is counted, the first one is
-    reported, and the work is called again later. Any other error, such as the loss of the run
-    directory, stops the thread. `check` then raises this error in the training thread.
+    An OSError in a work function does not affect training. The errors are counted, and only the
+    first is reported. The function is called again later. Any other error, such as the loss of the
+    run directory, stops the thread. `check` then raises this error in the training thread.
 
     Args:
         home: handle of the run directory.
@@ -42,7 +41,7 @@ class Background:
         self.report = report
         self.works: list[tuple[Work, float]] = []
         self.called_at: dict[Work, float] = {}
-        """Time of the last call of each piece of work, in seconds of `time.monotonic`."""
+        """Time of the last call of each work function, in seconds of `time.monotonic`."""
         self.thread: threading.Thread | None = None
         self.changed = threading.Condition()
         """Condition that protects `wanted`, `finished`, `failure` and `is_ended`, and is notified
@@ -50,22 +49,23 @@ class Background:
         self.wanted = 0
         """Number of passes that `wake` or `flush` have requested so far."""
         self.finished = 0
-        """Value of `wanted` up to which requested passes have ended."""
+        """Value of `wanted` when the last finished pass began. One pass serves all requests that
+        were made before it began."""
         self.failure: Exception | None = None
         self.is_ended = False
         self.num_errors = 0
         self.has_failed = False
-        """Whether a piece of work raised an OSError in the last pass."""
+        """Whether a work function raised an OSError in the last pass."""
 
     def add(self, work: Work, every_s: float = 0.0) -> None:
-        """Registers a piece of work. Must be called before `start`. The work is called every
+        """Registers a work function. Must be called before `start`. The function is called every
         `every_s` seconds, or in each pass if `every_s` is shorter than PASS_EVERY_S. It must do
         nothing if there is nothing to write.
         """
         self.works.append((work, every_s))
 
     def start(self) -> None:
-        """Starts the thread if work is registered."""
+        """Starts the thread if a work function is registered."""
         if self.works and self.thread is None:
             self.thread = threading.Thread(target=self._run, name="monitoring", daemon=True)
             self.thread.start()
@@ -82,8 +82,8 @@ class Background:
             self.changed.notify_all()
 
     def flush(self, limit_s: float) -> bool:
-        """Calls all work once more and waits for the end of this pass, for at most `limit_s`
-        seconds. Returns whether all work succeeded within this time.
+        """Calls all work functions once more and waits for the end of this pass, for at most
+        `limit_s` seconds. Returns whether all of them succeeded within this time.
         """
         if self.thread is None:
             return True
@@ -97,10 +97,11 @@ class Background:
         return is_over and self.failure is None and not self.has_failed
 
     def finish(self, limit_s: float) -> bool:
-        """Calls all work until all of it succeeds, for at most `limit_s` seconds, and then stops
-        the thread. Returns whether all work succeeded.
+        """Calls all work functions until all of them succeed, for at most `limit_s` seconds, and
+        then stops the thread. Returns whether all of them succeeded.
 
-        If work hangs in the file system, the thread is not waited for. It ends with the process.
+        If a work function hangs in the file system, this method does not wait for the thread. The
+        thread ends with the process.
         """
         deadline = time.monotonic() + limit_s
         is_done = self.flush(limit_s)
@@ -140,14 +141,14 @@ class Background:
                 return
 
     def _pass(self, *, calls_all: bool) -> Exception | None:
-        """Calls the work that is due, or all work. Returns the error that must stop the thread, or
-        None.
+        """Calls the work functions that are due, or all of them if `calls_all` is True. Returns the
+        error that must stop the thread, or None.
         """
         has_failed = False
         try:
             if self.has_failed:
-                # After an error, work opens its files again. By now a different directory may have
-                # the name of the run directory, so the directory is checked first.
+                # After an OSError, the work functions open their files again. Meanwhile another
+                # directory may have taken the path of the run directory, so it is checked first.
                 self.home.check()
             for work, every_s in self.works:
                 now = time.monotonic()

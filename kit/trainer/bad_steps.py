@@ -32,7 +32,7 @@ from kit.run.checkpoint import Manifest
 from kit.trainer.callback import Step
 from kit.trainer.checkpoints import CheckpointManager
 from kit.trainer.heartbeat import Notices
-from kit.trainer.spikes import WINDOW, stands_out
+from kit.trainer.spikes import WINDOW, is_spike
 from kit.trainer.watchdog import Watchdog
 
 MAX_BAD_STEPS = 10
@@ -69,7 +69,7 @@ class StepJudge:
             return self.recipe.on_nan, f"the loss is {loss}"
         if self.judges_gradient_norm and not math.isfinite(grad_norm):
             return self.recipe.on_nan, f"the gradient norm is {grad_norm}"
-        if self.recipe.on_spike != "ignore" and stands_out(loss, self.recent):
+        if self.recipe.on_spike != "ignore" and is_spike(loss, self.recent):
             median = statistics.median(self.recent)
             problem = f"the loss of {loss:.4g} is a spike (median before {median:.4g})"
             return self.recipe.on_spike, problem
@@ -91,8 +91,8 @@ class StepJudge:
         if self.bad_in_a_row >= MAX_BAD_STEPS:
             raise RunError(
                 f"{self.bad_in_a_row} bad steps in a row, the last because {problem}: {reaction}"
-                " does not help. The newest checkpoint is from before them or holds none of their"
-                " updates. Lower recipe.learning_rate, or look at the data."
+                " does not help. The newest checkpoint is older than these steps or contains none"
+                " of their updates. Lower recipe.learning_rate, or look at the data."
             )
 
 
@@ -125,8 +125,8 @@ class BadStepPolicy:
         self.skipped = 0
         """Number of steps of the run so far whose update was dropped."""
         self.verdict: tuple[Reaction, str] | None = None
-        """(reaction, problem) of the step that the engine computes at present, if the step was
-        judged before its update. None otherwise."""
+        """(reaction, problem) of the step that the engine computes now, if `_accepts` judged it
+        before its update. None otherwise."""
         reactions = {run.recipe.on_nan, run.recipe.on_spike}
         self.continues_after_bad_step = bool(reactions & {"skip", "roll_back"})
         """Whether training may continue after a bad step. If True, all ranks must agree on each
@@ -208,8 +208,11 @@ class BadStepPolicy:
         return self.verdict[0] != "skip"
 
     def _agree(self, loss: float, grad_norm: float) -> tuple[Reaction, str]:
-        """Returns (reaction, problem) of a step. If training may continue after a bad step, the
-        reaction is the strongest reaction among all ranks, so that all ranks react equally.
+        """Returns (reaction, problem) for a step, in the form of `StepJudge.judge`.
+
+        If training may continue after a bad step, all ranks must call this method. Each rank then
+        returns the strongest reaction of any rank, so that all ranks react equally. Otherwise a
+        rank returns its own reaction, since a bad step on one rank ends training.
         """
         reaction, problem = self.judge.judge(loss, grad_norm)
         if self.continues_after_bad_step:
@@ -217,7 +220,7 @@ class BadStepPolicy:
             strongest = torch.tensor([REACTIONS.index(reaction)])
             dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
             reaction = REACTIONS[int(strongest)]
-            problem = problem or "another rank says so"
+            problem = problem or "another rank reports a bad step"
         return reaction, problem
 
 
@@ -228,6 +231,6 @@ def _stop_message(run: Run, step: int, problem: str) -> str:
         checkpoint = f"The checkpoint of step {newest} is from before it"
     return (
         f"stopped at step {step}: {problem}. {checkpoint}; nothing was overwritten. Look at data"
-        " and learning rate; to go on past it, launch again with recipe.on_nan or on_spike 'skip'"
-        " or 'roll_back' (engine native)."
+        " and learning rate. To continue past this step, launch again with recipe.on_nan or"
+        " recipe.on_spike 'skip' or 'roll_back', which need the native engine."
     )

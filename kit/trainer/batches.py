@@ -38,7 +38,7 @@ class Batches:
             self.thread = ThreadPoolExecutor(1, "batches")
         self.coming: dict[int, Future[Tensor]] = {}
 
-    def at(self, first: int) -> Tensor:
+    def local_batch(self, first: int) -> Tensor:
         """Returns this replica's part of the global batch that begins with sample number `first` of
         the run. Its shape is [S, T + 1]: S sequences of T tokens, and one more token each as the
         last target.
@@ -62,8 +62,10 @@ class Batches:
         Each sequence counts once, for every layout and batch size.
         """
         plan = self.plan
-        held_out = self.dataset.samples("validation", self.length, self.recipe.seed)
-        count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(self.length))
+        sequences = self.dataset.samples("validation", self.length, self.recipe.seed)
+        count = min(
+            self.recipe.validation_sequences, self.dataset.num_validation_sequences(self.length)
+        )
         # Micro-batches must be full, since another shape would be compiled again. Copies of
         # sequence 0 fill the last micro-batches, and their loss is subtracted below. NxD's pipeline
         # even needs full global batches.
@@ -75,7 +77,7 @@ class Batches:
         def total(numbers: list[int]) -> float:
             share = len(numbers) // plan.data_parallel
             mine = numbers[self.data_rank * share :][:share]
-            rows = np.concatenate([held_out.batch(number, 1) for number in mine])
+            rows = np.concatenate([sequences.batch(number, 1) for number in mine])
             return len(numbers) * engine.validation_loss(torch.from_numpy(rows))
 
         numbers = [*range(count), *[0] * filling]

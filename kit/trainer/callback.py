@@ -24,11 +24,11 @@ class Step:
     busy_s: float
     """Seconds, within `launch_s`, in which the training thread computed or waited for a CPU
     core."""
-    begun: StepResult
+    result: StepResult
     """Loss and gradient norm of the step. Reading them waits for the device."""
     work_s: float | None = None
-    """Seconds in which this rank worked itself, without waiting for other ranks. On a GPU instead
-    the seconds of the newest speed probe. None if unknown."""
+    """Seconds in which this rank worked without waiting for other ranks. On a GPU, the seconds of
+    the newest speed probe. None if unknown."""
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Row of this step in metrics.jsonl, as values by column. Empty until the step is finished."""
 

@@ -1,10 +1,11 @@
 """Reports of a rank: its heartbeat, a record of its last step from which the watchdog sees which
 rank hangs, and notices for users who watch the run.
 
-Each rank writes its heartbeat to its own file. In a run of more than MANY ranks, rank 0 instead
-gathers the heartbeats of all ranks every GATHER_EVERY_S seconds and writes them, so that the file
-system does not receive thousands of writes at once. The training thread only stores values in
-memory. The background thread (`kit.trainer.background`) calls the methods that read or write files.
+Each rank writes its heartbeat to its own file. In a run of more than MAX_RANKS_WITH_FILES
+ranks, rank 0 instead gathers the heartbeats of all ranks every GATHER_EVERY_S seconds and writes
+them, so that the file system does not receive thousands of writes at once. The training thread only
+stores values in memory. The background thread (`kit.trainer.background`) calls the methods that
+read or write files.
 """
 
 import os
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from cluster.directory_handle import RunDirectory
 from cluster.heartbeats import (
     GATHER_EVERY_S,
-    MANY,
-    PARTS,
+    MAX_RANKS_WITH_FILES,
+    STEP_PHASES,
     RankHeartbeat,
     read_rank_heartbeats,
     write_all_heartbeats,
@@ -35,8 +36,8 @@ from kit.trainer.callback import Step
 BEAT_EVERY_S = 1.0
 """Seconds between two heartbeats of a rank."""
 RECENT = 15
-"""Number of last steps over which a heartbeat has medians of seconds. On a busy machine, the time
-of a single step varies too much."""
+"""Number of last steps over which a heartbeat reports the median seconds of each phase. On a busy
+machine, the time of a single step varies too much."""
 
 
 class Notices:
@@ -121,7 +122,7 @@ class Heartbeat:
             time=time.time(),
             host=os.uname().nodename,
         )
-        self.is_gathered = self.num_ranks > MANY
+        self.is_gathered = self.num_ranks > MAX_RANKS_WITH_FILES
         self.gathered_at = float("-inf")
         self.gathered: list[Any] | None = None
         """On rank 0, gathered heartbeats of all ranks that are not yet written. None if there are
@@ -130,29 +131,29 @@ class Heartbeat:
         """Fields of RankHeartbeat that describe the last step. Each step stores a new dict, so that
         a change is seen by identity."""
         self.written: dict[str, Any] = self.last
-        """Value of `last` when this rank's heartbeat file was last written. If `last` is another
-        object now, the file is out of date."""
+        """The dict in `last` that was written to this rank's heartbeat file. If `last` is another
+        dict, the file is out of date."""
         self.recorded: dict[str, Any] = self.last
-        """Value of `last` when state.json was last written. If `last` is another object now, the
-        file is out of date."""
+        """The dict in `last` that was written to state.json. If `last` is another dict, the file is
+        out of date."""
         self.final: dict[str, Any] | None = None
         """Fields of state.json at the end of training. None before the end, and after they have
         been written."""
         self.must_answer = False
-        """Whether the watchdog has requested a new heartbeat, which shows that this process is
-        still running."""
+        """Whether the watchdog has requested a new heartbeat. A new heartbeat shows that this
+        process is still running."""
         self.recent = deque[list[float | None]](maxlen=RECENT)
-        """Seconds of the last RECENT steps. Each list has the seconds of each phase in PARTS, and
-        then the seconds in which the rank worked without waiting for other ranks."""
+        """Measurements of the last RECENT steps, one list per step: the seconds of each phase in
+        STEP_PHASES, then the seconds in which the rank worked without waiting for other ranks."""
         self.remembered: dict[int, float] | None = None
-        """Time in each rank's heartbeat when `look_at_ranks` was last called, by rank. The time is
-        from the clock of the rank's node."""
+        """Time in each rank's heartbeat when `store_heartbeat_times` was last called, by rank. The
+        time is from the clock of the rank's node."""
 
     def after_step(self, step: Step) -> None:
         """Stores the values of a finished step for the next heartbeat."""
         # The rank's own work is known only if the time of waiting for other ranks was measured.
         work_s = step.work_s if "waiting_s" in step.row else None
-        self.recent.append([*map(step.row.get, PARTS), work_s])
+        self.recent.append([*map(step.row.get, STEP_PHASES), work_s])
         self.last = {
             "step": step.number,
             "time": time.time(),
@@ -208,8 +209,9 @@ class Heartbeat:
         self.wake()
 
     def write_answer(self) -> None:
-        """Writes this rank's heartbeat file with the present time if `answer` has requested it.
-        Writes nothing if another directory has replaced the run directory.
+        """Writes this rank's heartbeat file with the present time, if the method `answer` was
+        called since the last `write_answer`. Writes nothing if heartbeats are gathered on rank 0,
+        or if another directory has replaced the run directory.
         """
         if self.must_answer and not self.is_gathered and not self.home.why_lost():
             write_rank_heartbeat(self.directory, self._newest().replace(time=time.time()))
@@ -239,12 +241,12 @@ class Heartbeat:
                 self.gathered = None
 
     def _newest(self) -> RankHeartbeat:
-        # The list is copied, since the training thread adds steps meanwhile.
+        # The deque is copied, since the training thread may add a step at the same time.
         columns = zip(*list(self.recent), strict=True)
         *parts_s, own_s = map(_median, columns) if self.recent else [None]
         return self.beat.replace(**self.last, parts_s=tuple(parts_s), own_s=own_s)
 
-    def look_at_ranks(self) -> None:
+    def store_heartbeat_times(self) -> None:
         """Stores the heartbeat times of all ranks, with which `silent_ranks` compares later. Does
         nothing if heartbeats are gathered on rank 0.
         """
@@ -252,8 +254,8 @@ class Heartbeat:
             self.remembered = self._beats_of_ranks()
 
     def silent_ranks(self) -> list[int] | None:
-        """Returns the ranks whose heartbeat has not changed since the last call of `look_at_ranks`.
-        Returns None if no heartbeat times are stored.
+        """Returns the ranks whose heartbeat has not changed since the last call of
+        `store_heartbeat_times`. Returns None if no heartbeat times are stored.
 
         The times of different ranks are not compared, since each rank uses the clock of its own
         node.

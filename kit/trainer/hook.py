@@ -95,7 +95,7 @@ class Hook(Callback):
             step.row |= numbers
         except ConfigError as error:
             self.is_on = False
-            why = f"the hook is off from here on, and training goes on: {error}"
+            why = f"the hook is off until the attempt ends, and training continues: {error}"
             self.notices.add("hook", why, step.number)
 
     def _numbers(self, state: StepState) -> dict[str, float]:
@@ -125,7 +125,8 @@ def _checked(numbers: Any) -> dict[str, float]:
     """
     if not isinstance(numbers, dict):
         raise TypeError(
-            f"on_step returned {type(numbers).__name__}, not a dict of numbers; {{}} says nothing"
+            f"on_step returned {type(numbers).__name__}, not a dict of numbers. Return {{}} for"
+            " none."
         )
     found = {}
     for name, value in numbers.items():
@@ -135,6 +136,8 @@ def _checked(numbers: Any) -> dict[str, float]:
             or isinstance(value, bool | str)
             or not hasattr(value, "__float__")
         ):
-            raise TypeError(f"on_step gave {name!r} = {value!r}; give names with numbers")
+            raise TypeError(
+                f"on_step gave {name!r} = {value!r}. Return a dict from name to number."
+            )
         found[name] = float(value)
     return found

@@ -98,7 +98,7 @@ class Trainer:
             patience_s(self.recipe, self.plan),
             rank=self.rank,
             alive=self.heartbeat.answer,
-            look_at_ranks=self.heartbeat.look_at_ranks,
+            store_heartbeat_times=self.heartbeat.store_heartbeat_times,
             silent_ranks=self.heartbeat.silent_ranks,
             dump=dump_recorder,
         )
@@ -121,8 +121,8 @@ class Trainer:
         """Launched steps whose result has not been read yet, oldest first."""
         self.max_unfinished = 0
         """Number of launched steps that may be unfinished when the next step is launched. It is 1
-        if the device computes while the host launches the next step, and no result is needed
-        before. Otherwise it is 0."""
+        if the device computes a step while the host launches the next step, unless the result of
+        each step is needed first. Otherwise it is 0."""
         works_ahead = self.plan.capabilities.works_ahead and device.type in ASYNCHRONOUS_DEVICES
         if works_ahead and not self._needs_each_result():
             self.max_unfinished = 1
@@ -208,7 +208,7 @@ class Trainer:
         """
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
-        batch = self.batches.at(self.samples)
+        batch = self.batches.local_batch(self.samples)
         loaded = time.perf_counter()
         busy_before_s = busy_s()
         result = self.engine.begin_step(batch, learning_rate, self.bad_steps.accepts)
@@ -223,7 +223,7 @@ class Trainer:
                 data_s=loaded - start,
                 launch_s=time.perf_counter() - loaded,
                 busy_s=busy_s() - busy_before_s,
-                begun=result,
+                result=result,
             )
         )
 
@@ -254,7 +254,7 @@ class Trainer:
         return step
 
     def _metrics_row(self, step: Step) -> dict[str, Any]:
-        loss, grad_norm = step.begun.read()
+        numbers = step.result.numbers()
         previous_finished_at = self.finished_at
         self.finished_at = time.perf_counter()
         # A step that was launched early could begin only when the device had finished the previous
@@ -268,12 +268,11 @@ class Trainer:
             "time": time.time(),
             "step_time_s": self.finished_at - begun_at,
             "tokens": batch_size * length,
-            "loss": loss,
-            "grad_norm": grad_norm,
+            **numbers,
             "learning_rate": step.learning_rate,
             "data_s": round(step.data_s, 6),
         }
-        row |= step.begun.seconds()
+        row |= step.result.seconds()
         row |= self.engine.loss_scaling()
         data_mix = shares(self.recipe, length, step.samples - batch_size, batch_size)
         for name, share in data_mix.items():
@@ -402,7 +401,7 @@ class Trainer:
         if self.rank == 0:
             background.add(self.metrics.flush)
             background.add(self.notices.write)
-            background.add(self.requests.look)
+            background.add(self.requests.read_requests)
             background.add(self.heartbeat.write_gathered)
         # With gathered heartbeats, most ranks write no file and need no thread.
         if not self.heartbeat.is_gathered:

@@ -43,14 +43,15 @@ class Profiler(Callback):
         self.recording: torch.profiler.profile | None = None
 
     def needs_finished_steps(self, step: int) -> bool:
-        """Returns whether recording begins or ends before `step`. A run may also resume in the
-        middle of the steps to record.
+        """Returns whether recording must begin or end before `step`. All earlier steps must then be
+        finished, so that the profile contains no part of them. A run that resumes in the middle of
+        `recipe.profile_steps` begins recording there.
         """
         return self.is_on != (self.first <= step <= self.last)
 
     def before_step(self, step: int) -> None:
-        """Begins to record, or ends recording and writes the profile, if one of them is due before
-        `step`.
+        """Begins recording, or ends it and writes the profile, if `needs_finished_steps` returns
+        True.
         """
         if self.needs_finished_steps(step):
             with self.watchdog.paused():

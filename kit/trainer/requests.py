@@ -5,7 +5,7 @@ background thread reads them, and training acts on them between two steps.
 from pathlib import Path
 from typing import get_args
 
-from cluster.state import Request, note_step, take_request
+from cluster.state import Request, record_request_step, take_request
 
 REQUESTS: tuple[Request, ...] = get_args(Request)
 
@@ -13,8 +13,8 @@ REQUESTS: tuple[Request, ...] = get_args(Request)
 class Requests:
     """The requests that rank 0 finds as files in the run directory.
 
-    The background thread calls `look`, which accesses the disk. The training thread calls `take`,
-    which does not.
+    The background thread calls `read_requests`, which accesses the disk. The training thread calls
+    `take`, which does not.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -22,19 +22,19 @@ class Requests:
         self.found = set[Request]()
         """Requests that were found and on which training has not acted yet."""
         self.taken = dict[Request, int]()
-        """Step after which training acts on each request, by request, until `look` has written the
-        step to disk."""
+        """Maps each request that `take` has returned to the step after which training acts on it.
+        `read_requests` removes a request when it has written the step to disk."""
 
-    def look(self) -> None:
-        """Reads new requests from the disk. Also records on disk the steps after which training
-        acts on earlier requests.
+    def read_requests(self) -> None:
+        """Reads new requests from the run directory. For each request that `take` has returned,
+        also writes to disk the step after which training acts on it.
 
         Raises:
             OSError: A file could not be read or written. The next call tries again.
         """
         for request in REQUESTS:
             if request in self.taken:
-                note_step(self.directory, request, self.taken[request])
+                record_request_step(self.directory, request, self.taken[request])
                 del self.taken[request]
             # No new request of this kind is read before the step of the earlier request is
             # recorded. Otherwise this step could be recorded for the new request.
@@ -49,8 +49,8 @@ class Requests:
         """
         if request not in self.found:
             return False
-        # The step is set first, so that `look`, in its thread, finds the request in at least one of
-        # the two containers.
+        # The step is stored before the request is removed from `found`. `read_requests`, which runs
+        # in another thread, then finds the request in at least one of the two containers.
         self.taken[request] = step
         self.found.discard(request)
         return True

@@ -38,9 +38,8 @@ class Telemetry:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device = device
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
-        self.collects = (
-            not plan.capabilities.runs_on_trainium
-        )  # On Trainium, reference cycles may hold tensors.
+        # On Trainium, reference cycles may hold tensors, so Python collects garbage by itself.
+        self.collects = not plan.capabilities.runs_on_trainium
 
     def after_step(self, step: Step) -> None:
         """Adds memory and waiting time to `step.row`, sets `step.work_s`, and collects garbage if
@@ -48,11 +47,12 @@ class Telemetry:
         """
         step.row |= memory_row(self.device)
         if self.device.type == "cpu":
-            # On a CPU this thread computes the step, except while it waits for other ranks.
+            # On a CPU this thread computes the step. `busy_s` does not contain the seconds in
+            # which the thread waits for other ranks.
             step.work_s = step.data_s + step.busy_s
             step.row["waiting_s"] = round(max(0.0, step.launch_s - step.busy_s), 6)
         elif self.probe:
-            step.work_s = self.probe.look()
+            step.work_s = self.probe.poll()
         if self.collects:
             collect_garbage(step.number)
 
@@ -125,7 +125,7 @@ class SpeedProbe:
         self.asked_at = float("-inf")
         self.seconds = None
 
-    def look(self) -> float | None:
+    def poll(self) -> float | None:
         """Returns the seconds of the fastest part of the newest finished probe, or None if no probe
         has finished. Launches the next probe if it is due.
         """

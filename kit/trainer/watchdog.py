@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from cluster.heartbeats import MANY
+from cluster.heartbeats import MAX_RANKS_WITH_FILES
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.engines import gpu
@@ -26,8 +26,8 @@ from kit.trainer.callback import Step
 TICK_S = 0.5
 """Seconds between two checks of the watchdog."""
 STEPS, REMEMBERED = 10, 20
-"""STEPS and REMEMBERED: a step may always take STEPS times as long as the longest of the last
-REMEMBERED steps, even if the limit of the recipe is shorter."""
+"""A step may always take STEPS times as long as the longest of the last REMEMBERED steps, even if
+the limit of the recipe is shorter."""
 OTHERS_WAIT_S = 5.0
 """Seconds that ranks other than 0 wait after the limit before they end. Rank 0 ends first and
 reports the hang. If another rank ends first, rank 0 itself hangs. On a GPU rank 0 waits for
@@ -37,13 +37,13 @@ LOOK_SHARE = 0.75
 the limit, a rank that still runs writes a heartbeat every TICK_S seconds. Its heartbeat therefore
 changes between this point and the limit."""
 DUMP_WAIT_S = 2.0
-"""Seconds that rank 0 waits after the limit on a GPU, so that all ranks can write their record of
-the last collectives."""
+"""Seconds that rank 0 waits on a GPU after the watchdog's time limit has passed, so that all ranks
+can write their record of the last collectives."""
 REPORT_WAIT_S = 15.0
 """Longest time, in seconds, for writing the report of a hang before the process ends."""
 MANY_LIMIT_S = 600.0
-"""Limit for a step, in seconds, in runs of more than MANY ranks whose recipe has the default
-`hung_after_s`."""
+"""Limit for a step, in seconds, in runs of more than MAX_RANKS_WITH_FILES ranks whose recipe has
+the default `hung_after_s`."""
 
 
 def patience_s(recipe: Recipe, plan: Plan) -> float | None:
@@ -51,15 +51,19 @@ def patience_s(recipe: Recipe, plan: Plan) -> float | None:
     limit.
 
     The limit is the recipe's `hung_after_s`. If this field has its default value and there are more
-    than MANY ranks, the limit is MANY_LIMIT_S. On a large machine, the file system may fail over to
-    another server, which takes two minutes, and a restart of thousands of ranks costs more than a
-    longer wait.
+    than MAX_RANKS_WITH_FILES ranks, the limit is MANY_LIMIT_S. On a large machine, the file system
+    may fail over to another server, which takes two minutes, and a restart of thousands of ranks
+    costs more than a longer wait.
     """
     # On Trainium any step may compile a graph, which takes longer than any useful limit.
     if plan.capabilities.runs_on_trainium:
         return None
     is_asked = recipe.hung_after_s != Recipe.hung_after_s
-    return recipe.hung_after_s if is_asked or plan.num_devices <= MANY else MANY_LIMIT_S
+    return (
+        recipe.hung_after_s
+        if is_asked or plan.num_devices <= MAX_RANKS_WITH_FILES
+        else MANY_LIMIT_S
+    )
 
 
 class Watchdog:
@@ -70,10 +74,10 @@ class Watchdog:
         rank: number of this rank.
         alive: function that is called every TICK_S seconds while a step is late. It requests a
             heartbeat that shows that the process still runs, and does not wait for the file system.
-        look_at_ranks: function that stores the heartbeat times of all ranks, with which
+        store_heartbeat_times: function that stores the heartbeat times of all ranks, with which
             `silent_ranks` compares later.
         silent_ranks: function that returns the ranks whose heartbeat has not changed since
-            `look_at_ranks`, or None if this is unknown.
+            `store_heartbeat_times`, or None if this is unknown.
         dump: function that writes this process's record of its last collectives. None if there is
             no record.
     """
@@ -84,7 +88,7 @@ class Watchdog:
         *,
         rank: int,
         alive: Callable[[], None],
-        look_at_ranks: Callable[[], None],
+        store_heartbeat_times: Callable[[], None],
         silent_ranks: Callable[[], list[int] | None],
         dump: Callable[[], None] | None = None,
     ) -> None:
@@ -92,13 +96,14 @@ class Watchdog:
         self.rank = rank
         self.dump = dump
         self.alive = alive
-        self.look_at_ranks = look_at_ranks
+        self.store_heartbeat_times = store_heartbeat_times
         self.silent_ranks = silent_ranks
         self.times: deque[float] = deque(maxlen=REMEMBERED)
         self.silent_s = 0.0
         self.step = 0
         self.has_compiled = False
-        self.pauses = 1  # one pause until the first step is done
+        # The first step has no limit: this pause ends when it is done.
+        self.pauses = 1
         self.ended = threading.Event()
 
     def start(self) -> None:
@@ -124,7 +129,7 @@ class Watchdog:
         self.has_compiled = False
 
     def compile_begins(self, *_: object) -> None:
-        """Suspends the limit until `compile_ends` is called. torch may compile at any step, for
+        """Suspends the limit until `compile_ends` is called. Torch may compile in any step, for
         example for a new shape.
         """
         self.has_compiled = True
@@ -168,10 +173,10 @@ class Watchdog:
             if self.silent_s > limit_s / 2:
                 self.alive()
             if self.silent_s > LOOK_SHARE * limit_s and self.rank == 0 and not looking:
-                looking = _start(self.look_at_ranks)
+                looking = _start(self.store_heartbeat_times)
             if self.silent_s > limit_s and self.dump and not dumping:
-                # All ranks write their record before the first rank ends, since that ends the
-                # others.
+                # Every rank must write its record before the first rank ends, because the end of
+                # one rank ends the other ranks.
                 dumping = _start(self.dump)
             if self.silent_s > limit_s + end_wait_s:
                 _start(self._report_hang).join(REPORT_WAIT_S)

@@ -3,10 +3,15 @@ import re
 
 import pytest
 
+from kit.config.plan import Plan
 from kit.config.recipe import Recipe
+from kit.config.recipe_rules import check_recipe
+from kit.config.spec import ModelSpec
+from kit.config.weight_groups import initial_factor, learning_rate_factor
 from kit.errors import ConfigError
 
 RATES = {"learning_rate": 3e-4, "min_learning_rate": 3e-5, "warmup_steps": 2000}
+LLAMA = ModelSpec.preset("hlat-7b")
 HLAT_7B = Recipe(data="x", num_steps=500_000, **RATES, cosine_floor="clamped")
 
 
@@ -86,3 +91,47 @@ def test_wsd_schedule_is_stable_then_linear():
     assert constant(50) == pytest.approx(5e-4) and constant(5000) == 1e-3
     late = recipe.replace(warmup_steps=990).learning_rate_at
     assert late(990) == 1e-3 and late(995) == pytest.approx(5.5e-4), "never down before it is up"
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "neuron"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_decay_on": "matrices"}, "recipe.weight_decay_on: 'matrices' is not allowed"),
+        ({"learning_rate_factors": {"output": 2.0}}, "recipe.learning_rate_factors: {'matrices'"),
+        ({"z_loss": 1e-4}, "recipe.z_loss: 0.0001 is not allowed with"),
+        ({"optimizer": "muon"}, "recipe.optimizer: 'muon' is not allowed with"),
+        ({"mup_base_width": 256}, "recipe.mup_base_width: 256 is not allowed with"),
+    ],
+)
+def test_recipe_that_other_engines_cannot_train_is_refused(change, message, engine):
+    recipe = HLAT_7B.replace(**change)
+    check_recipe(recipe, Plan(), LLAMA)
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        check_recipe(recipe, Plan(engine=engine), LLAMA)
+    assert f"plan.engine '{engine}'" in str(error.value)
+
+
+def test_unknown_group_of_weights_is_refused():
+    with pytest.raises(ConfigError, match=r"recipe.learning_rate_factors.norms: unknown key"):
+        HLAT_7B.replace(learning_rate_factors={"norms": 1.0})
+
+
+def test_width_rule_is_that_of_tensor_programs():
+    """Table 3 of Tensor Programs V (arXiv 2203.03466), for a model 16 times as wide as the base."""
+    recipe = HLAT_7B.replace(mup_base_width=256)
+    groups = ("matrices", "output", "embedding", "vectors")
+    rates = [learning_rate_factor(recipe, LLAMA, group) for group in groups]
+    assert rates == [1 / 16, 1 / 16, 1, 1]
+    assert [initial_factor(recipe, LLAMA, group) for group in groups] == [1 / 4, 1 / 16, 1, 1]
+    muon = recipe.replace(optimizer="muon", learning_rate_factors={"matrices": 0.5})
+    assert [learning_rate_factor(muon, LLAMA, group) for group in groups] == [0.5, 1 / 16, 1, 1]
+    for plain in (HLAT_7B, recipe.replace(mup_base_width=LLAMA.hidden_size)):
+        assert {learning_rate_factor(plain, LLAMA, group) for group in groups} == {1}
+        assert {initial_factor(plain, LLAMA, group) for group in groups} == {1}
+
+
+def test_width_rule_refuses_tied_embeddings():
+    recipe = HLAT_7B.replace(mup_base_width=256)
+    with pytest.raises(ConfigError, match=r"recipe.mup_base_width: 256 .*spec.tied_embeddings"):
+        check_recipe(recipe, Plan(), ModelSpec.preset("gpt-22b"))

@@ -12,7 +12,7 @@ from kit.errors import ConfigError
 from kit.model import Decoder, build_decoder
 
 # Numbers of parameters. Sources: published configurations (HLAT, Llama 3), a checkpoint (GPT-2 XL),
-# model names (GPTs).
+# model names (GPTs), and the sizes of the weight files on the Hugging Face hub (all others).
 PARAMS = {
     "hlat-7b": 6_738_415_616,
     "hlat-70b": 68_976_648_192,
@@ -22,10 +22,34 @@ PARAMS = {
     "gpt-22b": pytest.approx(22e9, rel=0.01),
     "gpt-175b": pytest.approx(175e9, rel=0.01),
     "gpt-1t": pytest.approx(1008e9, rel=0.01),
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3.3-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
+    "smollm3-3b": 3_075_098_624,
 }
 SHAPES = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 96}
 GPT = ModelSpec.gpt(name="g", **SHAPES, sequence_length=40)
 LLAMA = ModelSpec.llama(name="l", **SHAPES, sequence_length=40, ffn_hidden_size=176)
+OLMO2 = LLAMA.replace(norm_placement="after", qk_norm="all_heads", head_dim=24)
+GEMMA2 = LLAMA.replace(
+    norm_placement="both", sliding_window=8, sliding_window_pattern=2, attn_logit_softcapping=5.0
+)
+NEOX = GPT.replace(positions="rotary", parallel_residual=True, partial_rotary_factor=0.5)
 ONE_SEQUENCE = torch.zeros(1, 40, dtype=torch.int64)
 
 
@@ -42,10 +66,11 @@ def test_parameter_counts_equal_torch(name):
     assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.num_params
 
 
-@pytest.mark.parametrize("name", ["demo", "gpt2-xl", "llama3-8b"])
+@pytest.mark.parametrize("name", ["demo", "gpt2-xl", "llama3-8b", "qwen3-0.6b", "gemma3-1b"])
 def test_model_flops_equal_torch_counter(name):
     """Torch counts the FLOPs of a forward pass on the meta device, including the full attention
-    matrix. The model FLOPs are three times this number.
+    matrix. The executed FLOPs are three times this number, and so are the model FLOPs without
+    attention windows.
     """
     spec = ModelSpec.preset(name).replace(num_layers=2)
     with torch.device("meta"):
@@ -54,7 +79,21 @@ def test_model_flops_equal_torch_counter(name):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         decoder(tokens)
     counted = 3 * counter.get_total_flops() / spec.sequence_length
-    assert counted == pytest.approx(spec.flops_per_token(), rel=1e-6)
+    assert counted == pytest.approx(spec.hardware_flops_per_token("none", whole=True), rel=1e-6)
+    masked = 12 * spec.attention_size * (2 * spec.sequence_length - spec.attended_tokens)
+    assert counted == pytest.approx(spec.flops_per_token() + masked, rel=1e-6)
+
+
+def test_windows_count_their_tokens():
+    """Gemma 3 1B has 26 layers. Every sixth layer attends to all 32,768 tokens, the others to
+    512.
+    """
+    spec = ModelSpec.preset("gemma3-1b")
+    tokens = 4 * 32_768 + 22 * 512
+    assert (spec.num_local_layers, spec.attended_tokens) == (22, tokens)
+    products = 26 * spec.matmul_params_per_layer + 262_144 * 1152
+    assert spec.flops_per_token() == 6 * products + 12 * 4 * 256 * tokens
+    assert spec.replace(sequence_length=512).num_local_layers == 0
 
 
 def test_hlat_flops_equal_the_published_formula():
@@ -91,7 +130,9 @@ def test_six_n_gives_frontiers_cost_of_gpt_1t():
 @pytest.mark.parametrize(
     ("recompute", "layers"), [("none", None), ("selective", None), ("full", None), ("full", 1)]
 )
-@pytest.mark.parametrize("spec", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "spec", [GPT, LLAMA, OLMO2, GEMMA2, NEOX], ids=["gpt", "llama", "olmo2", "gemma2", "neox"]
+)
 def test_hardware_flops_equal_torch_counter(spec, recompute, layers):
     """Attention uses torch's math kernel, whose operators torch counts in both passes. Blocks are
     not compiled.
@@ -141,6 +182,18 @@ def test_compiled_blocks_are_recomputed_whole():
         ({"num_kv_heads": 3}, "spec.num_kv_heads: 3 does not divide num_heads 4"),
         ({"norm": "batchnorm"}, "'batchnorm' is not allowed. Allowed: 'layernorm', 'rmsnorm'"),
         ({"bias": 1}, "spec.bias: expected bool, got int 1"),
+        ({"head_dim": 31}, "spec.head_dim: rotary positions need an even head size, got 31"),
+        ({"partial_rotary_factor": 1.5}, "spec.partial_rotary_factor: 1.5 is not allowed"),
+        ({"local_rope_theta": 1e4}, "spec.local_rope_theta: has no effect without"),
+        ({"sliding_window_pattern": 6}, "sliding_window_pattern: has no effect without sliding_w"),
+        (
+            {"norm_placement": "after", "parallel_residual": True},
+            "spec.norm_placement: 'after' is not allowed with parallel_residual",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "spec.rope_scaling.short_factor: 1 number, but a head has 16 rotary frequencies",
+        ),
     ],
 )
 def test_invalid_spec_values_are_named_by_path(change, message):
@@ -152,11 +205,11 @@ def test_invalid_spec_values_are_named_by_path(change, message):
     ("name", "advice"),
     [
         ("gpt-175", "'gpt-175' is unknown. Did you mean 'gpt-175b'?"),
-        ("llama3-70b", "Did you mean 'hlat-70b' or 'llama3.1-70b'?"),
-        ("llama2-7b", "Did you mean 'hlat-7b'?"),
+        ("llama-405b", "Did you mean 'llama3.1-405b'?"),
+        ("qwen2-32b", "Did you mean 'qwen3-32b' or 'olmo2-32b'?"),
         ("gpt3-175B", "Did you mean 'gpt-175b'?"),
         ("dmeo", "Did you mean 'demo'?"),
-        ("llama-13b", "None has 13B"),
+        ("llama-33b", "None has 33B"),
     ],
 )
 def test_unknown_preset_suggests_preset_of_its_size(name, advice):

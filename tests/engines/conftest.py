@@ -18,8 +18,8 @@ VERSIONS = {
 
 
 def install(folder: Path, versions: dict[str, str]) -> Path:
-    """Creates metadata of distributions without code in a folder, with these names and versions.
-    Returns the folder.
+    """Creates a folder with package metadata (dist-info) for the given names and versions, without
+    modules. Returns the folder.
     """
     folder.mkdir(exist_ok=True)
     for name, version in versions.items():

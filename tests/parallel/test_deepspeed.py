@@ -21,8 +21,9 @@ pytest.importorskip("deepspeed")
 
 import kit
 from kit.config.plan import Plan
-from kit.config.spec import ModelSpec
+from kit.config.spec import SWITCHES, ModelSpec
 from kit.engines.build import build_engine
+from kit.engines.capabilities import capabilities_of
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.engine import DeepSpeedEngine
 from kit.engines.deepspeed.start import import_deepspeed
@@ -79,6 +80,29 @@ def imported():
 
 def make_plan(changes: dict) -> Plan:
     return parity.make_plan(changes, "deepspeed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_deepspeed_trains_the_switches_of_a_block(layout, llama_spec, native_run):
+    """Layouts that make each layer of their own, and split each matrix with plain tensors."""
+    spec = llama_spec.replace(
+        head_dim=12,
+        norm_placement="both",
+        zero_centered_norm=True,
+        activation="geglu_tanh",
+        qkv_bias=True,
+        ffn_bias=True,
+        partial_rotary_factor=0.5,
+        attention_multiplier=0.3,
+        attn_logit_softcapping=2.0,
+        residual_multiplier=0.5,
+    )
+    trained = SWITCHES - capabilities_of("deepspeed").untrained_switches
+    assert {*spec.switches} == trained - {"parallel_residual"}
+    for each in (spec, spec.replace(norm_placement="before", parallel_residual=True)):
+        found = compare(LAYOUTS[layout], "deepspeed", each, native_run)
+        assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 at most 1e-5.
 """
 
+import math
 from unittest.mock import patch
 
 import pytest
@@ -11,9 +12,7 @@ import torch.distributed as dist
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines.build import check_engine
 from kit.engines.native import NativeEngine
-from kit.errors import ConfigError
 from tests.support.parity import (
     ALL,
     BATCH,
@@ -23,7 +22,9 @@ from tests.support.parity import (
     batches,
     compare,
     differences,
+    fit,
     make_plan,
+    skip_if_refused,
     some_thorough,
     train,
 )
@@ -120,10 +121,7 @@ def runs_on_this_torch(request: pytest.FixtureRequest) -> None:
     if name is None:
         return
     changes = LAYOUTS[name] if name in LAYOUTS else UNEVEN[name][1]
-    try:
-        check_engine(make_plan(changes))
-    except ConfigError as error:
-        pytest.skip(str(error))
+    skip_if_refused(make_plan(changes))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +154,45 @@ def test_layout_equals_one_process(family, layout, llama_spec, gpt_spec, native_
     spec = {"llama": llama_spec, "gpt": gpt_spec}[family]
     found = compare(LAYOUTS[layout], "native", spec, native_run, run=run_standing)
     assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "TP2 + SP"),
+        ("llama", "DP2, ZeRO 3"),
+        ("llama", "PP2, zero bubble"),
+        ("gpt", "PP2, ZBV"),
+        pytest.param("gpt", "TP2 x PP2 x DP2", marks=pytest.mark.thorough),
+    ],
+)
+def test_layout_with_z_loss_equals_one_process(
+    family, layout, llama_spec, gpt_spec, native_run, run_standing
+):
+    """The weight of the z-loss is so large that without it the gradient norm differs by more than a
+    hundred times the tolerance.
+    """
+    spec = {"llama": llama_spec, "gpt": gpt_spec}[family]
+    recipe = RECIPE.replace(z_loss=0.1)
+    found = compare(LAYOUTS[layout], "native", spec, native_run, recipe, run=run_standing)
+    assert max(found.values()) <= TOLERANCE, found
+    plan = make_plan(LAYOUTS[layout])
+    numbers = run_standing(plan.num_devices, first_numbers, fit(spec, plan), plan, recipe)
+    assert all(rank == numbers[0] for rank in numbers)
+    with_z, without = numbers[0]
+    assert with_z["loss"] == pytest.approx(without["loss"], rel=1e-6), "the loss has no z-loss"
+    assert with_z["z_loss"] == pytest.approx(0.1 * math.log(spec.vocab_size) ** 2, rel=0.01)
+    assert abs(with_z["grad_norm"] / without["grad_norm"] - 1) > 100 * TOLERANCE
+
+
+def first_numbers(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[dict[str, float]]:
+    """Returns the numbers of the first step with the recipe, and with the recipe without z-loss."""
+    found = []
+    for each in (recipe, recipe.replace(z_loss=0.0)):
+        engine = NativeEngine(spec, plan, each, torch.device("cpu"))
+        samples = batches(spec, plan, engine.data_rank)[0]
+        found.append(engine.begin_step(samples, 1e-3).numbers())
+    return found
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_metrics_rows_wait_for_free_disk_space(
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before)
     disk = SmallDisk(file, "ab+")
-    monkeypatch.setattr(metrics, "appending", lambda _: disk)
+    monkeypatch.setattr(metrics, "open_for_appending", lambda _: disk)
     writer = MetricsWriter(file)
     for step in range(1, 60):
         # A row has 12 or 13 bytes, so often only a part of a row fits.

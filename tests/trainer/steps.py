@@ -15,6 +15,6 @@ def done(step_time_s: float = 1.0, number: int = 1, **row: Any) -> Step:
         data_s=0.0,
         launch_s=step_time_s,
         busy_s=step_time_s,
-        begun=None,
+        result=None,
         row=row,
     )

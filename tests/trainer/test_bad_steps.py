@@ -70,11 +70,11 @@ LACKING: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "plan", "message"), LACKING)
-def test_check_recipe_refuses_unsupported_settings(asked, plan, message):
+def test_check_recipe_refuses_unsupported_settings(asked, plan, message, llama_spec):
     plan = make_plan({"data_parallel": 2, **plan})
-    check_recipe(RECIPE, plan)
+    check_recipe(RECIPE, plan, llama_spec)
     with pytest.raises(ConfigError, match=message):
-        check_recipe(RECIPE.replace(**asked), plan)
+        check_recipe(RECIPE.replace(**asked), plan, llama_spec)
 
 
 def test_judging_a_step_adds_no_all_reduce(llama_spec):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cluster.directory_handle import RunDirectory
 from cluster.heartbeats import write_rank_heartbeat
-from cluster.state import ask, read_asked, read_taken
+from cluster.state import read_pending_request, read_taken_request, write_request
 from kit.run.metrics import MetricsWriter
 from kit.trainer.background import Background
 from kit.trainer.heartbeat import Heartbeat, Notices
@@ -51,7 +51,7 @@ def test_silent_ranks_ignore_the_clocks_of_nodes(tmp_path, monkeypatch):
         write_rank_heartbeat(
             tmp_path, heartbeat.beat.replace(rank=rank, time=1.7e9 - behind_s[rank])
         )
-    heartbeat.look_at_ranks()
+    heartbeat.store_heartbeat_times()
     for rank in (0, 1):
         write_rank_heartbeat(
             tmp_path, heartbeat.beat.replace(rank=rank, time=1.7e9 + 1 - behind_s[rank])
@@ -113,19 +113,19 @@ def test_background_raises_loss_of_run_in_training_thread(background, tmp_path):
 def test_request_is_recorded_with_its_step(tmp_path):
     (tmp_path / "control").mkdir()
     requests = Requests(tmp_path)
-    requests.look()
+    requests.read_requests()
     assert not requests.take("checkpoint", 1)
-    ask(tmp_path, "checkpoint")
-    requests.look()
-    assert read_asked(tmp_path, "checkpoint") is None
+    write_request(tmp_path, "checkpoint")
+    requests.read_requests()
+    assert read_pending_request(tmp_path, "checkpoint") is None
     assert requests.take("checkpoint", 2) and not requests.take("checkpoint", 3)
-    ask(tmp_path, "checkpoint")
-    requests.look()
-    taken = read_taken(tmp_path, "checkpoint")
+    write_request(tmp_path, "checkpoint")
+    requests.read_requests()
+    taken = read_taken_request(tmp_path, "checkpoint")
     assert taken is not None and taken.step is None, "the second request"
     assert requests.take("checkpoint", 4)
-    requests.look()
-    taken = read_taken(tmp_path, "checkpoint")
+    requests.read_requests()
+    taken = read_taken_request(tmp_path, "checkpoint")
     assert taken is not None and taken.step == 4
 
 

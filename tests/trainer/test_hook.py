@@ -73,7 +73,7 @@ def test_hook_numbers_reach_metrics_views_and_exports(trained, spec):
     assert re.search("hook: loss_twice.*ranks 2", dashboard.facts()["data"])
     env = json.loads((run.directory / "env.json").read_text())
     assert env["hook_sha256"] == hashlib.sha256(WEIGHTS.encode()).hexdigest()
-    assert HOOK not in run.asked(), "its file is gone"
+    assert HOOK not in run.configuration_texts(), "its file is gone"
 
 
 def test_exception_disables_the_hook_on_all_ranks(trained):
@@ -82,7 +82,7 @@ def test_exception_disables_the_hook_on_all_ranks(trained):
     assert [row.get("hook/x") for row in lines_of(run)] == [1.0, 2.0, None, None, None]
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
     assert (alert.kind, alert.step) == ("hook", 3)
-    said = "training goes on: .*rank 1: hook.py, line 4: ZeroDivisionError"
+    said = "training continues: .*rank 1: hook.py, line 4: ZeroDivisionError"
     assert re.search(said, alert.message)
 
 
@@ -108,8 +108,8 @@ def called(folder: Path, text: str) -> tuple[dict, list[str]]:
     ("returned", "message"),
     [
         ([1], "returned list, not a dict"),
-        (None, r"returned NoneType, not a dict of numbers; \{\} says nothing"),
-        ({"x": "high"}, "gave 'x' = 'high'; give names with numbers"),
+        (None, r"returned NoneType, not a dict of numbers\. Return \{\} for none"),
+        ({"x": "high"}, "gave 'x' = 'high'[.] Return a dict from name to number"),
         ({"x": True}, "gave 'x' = True"),
         ({3: 1.0}, "gave 3 = 1.0"),
     ],

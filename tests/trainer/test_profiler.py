@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import ask
+from cluster.state import write_request
 from kit.config.plan import Plan
 from kit.run import Run
 from tests.support.attempts import Attempt
@@ -70,5 +70,5 @@ def test_profiling_tolerates_early_end_and_disk_errors(prepared):
     (run.directory / "profile" / "step_8").touch()
     attempt = Attempt(run, 2)
     attempt.until_step(12)
-    ask(run.directory, "stop")
+    write_request(run.directory, "stop")
     assert attempt.wait() == [0, 0] and "rank 0: its profile was not written" in attempt.log()

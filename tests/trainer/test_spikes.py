@@ -8,7 +8,7 @@ import pytest
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.trainer.bad_steps import StepJudge
-from kit.trainer.spikes import WINDOW, bad_start, spikes, stands_out
+from kit.trainer.spikes import WINDOW, find_bad_start, find_spikes, is_spike
 
 
 def losses(steps: int, seed: int = 3) -> np.ndarray:
@@ -21,9 +21,9 @@ def test_planted_spikes_are_found_without_false_alarms() -> None:
     random, loss = np.random.default_rng(3), losses(20_000)
     planted = np.sort(random.choice(np.arange(1000, 20_000), size=30, replace=False))
     loss[planted] += random.uniform(0.7, 2, size=30)
-    assert [row for row, _ in spikes(loss)] == planted.tolist()
+    assert [row for row, _ in find_spikes(loss)] == planted.tolist()
     starts = range(0, 20_000, 777)
-    pieces = [row for start in starts for row, _ in spikes(loss[: start + 777], start)]
+    pieces = [row for start in starts for row, _ in find_spikes(loss[: start + 777], start)]
     assert pieces == planted.tolist(), "in whatever pieces the rows came in"
 
 
@@ -32,24 +32,24 @@ def test_spike_is_found_while_the_loss_still_falls() -> None:
     for seed in range(20):
         loss = losses(400, seed)
         loss[350] += 20 * 0.04
-        found += [row for row, _ in spikes(loss)] == [350]
+        found += [row for row, _ in find_spikes(loss)] == [350]
     assert found >= 18
 
 
 def test_constant_or_non_finite_loss_is_no_spike() -> None:
     for nothing in (np.full(500, 2.0), np.full(500, np.nan), np.empty(0)):
-        assert spikes(nothing) == []
+        assert find_spikes(nothing) == []
     loss = losses(300)
     loss[100:150] = np.nan
     loss[200] = np.inf
-    assert spikes(loss) == [] and spikes(loss, 120) == []
+    assert find_spikes(loss) == [] and find_spikes(loss, 120) == []
 
 
 def test_loss_repeated_over_steps_is_one_spike() -> None:
     lines = losses(2000)
     lines[1500] += 1
     for every in (1, 10, 200):
-        assert [row for row, _ in spikes(np.repeat(lines, every))] == [1500 * every]
+        assert [row for row, _ in find_spikes(np.repeat(lines, every))] == [1500 * every]
 
 
 GUESS = float(np.log(4096))
@@ -82,7 +82,7 @@ def test_bad_start_is_found_by_step_40(losses: str | list[float], told: int | No
     losses = [*map(float, losses.split())] if isinstance(losses, str) else losses
     guess = GUESS if losses[0] < 60 else float(np.log(51200))
     followed = np.append(losses, np.linspace(min(losses[-1], 60), min(losses[-1], 60) - 1, 60))
-    assert bad_start(followed, guess) == told
+    assert find_bad_start(followed, guess) == told
 
 
 @pytest.mark.parametrize("every", [1, 10])
@@ -91,7 +91,7 @@ def test_healthy_start_is_not_a_bad_start(first: float, every: int) -> None:
     for seed in range(50):
         noise = np.random.default_rng(seed).normal(size=60)
         falling = first * (0.7 + 0.3 * np.exp(-np.arange(60) / 40)) * (1 + 0.03 * noise)
-        assert bad_start(np.repeat(falling, every), GUESS) is None
+        assert find_bad_start(np.repeat(falling, every), GUESS) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -105,5 +105,5 @@ def test_step_judge_and_alerts_find_the_same_spikes(seed: int) -> None:
         answer, what = judge.judge(value, 1.0)
         judge.record(answer, what, value)
         answered += [row] if "spike" in what else []
-        assert ("spike" in what) == stands_out(value, loss[:row].tolist()[-2 * WINDOW :])
-    assert answered == [row for row, _ in spikes(loss)] and len(answered) > 10
+        assert ("spike" in what) == is_spike(value, loss[:row].tolist()[-2 * WINDOW :])
+    assert answered == [row for row, _ in find_spikes(loss)] and len(answered) > 10

@@ -101,18 +101,22 @@ def test_speed_probe_measures_without_waiting(monkeypatch):
     monkeypatch.setattr(torch, "mm", launched)
     products = (1 + telemetry.PROBE_PARTS) * telemetry.PROBE_PRODUCTS
     probe = SpeedProbe(torch.device("cpu"))
-    assert [probe.look(), probe.look()] == [None, None], "launched, and not there yet"
-    seconds = probe.look()
+    assert [probe.poll(), probe.poll()] == [None, None], "launched, and not there yet"
+    seconds = probe.poll()
     assert seconds is not None and 0 < seconds < 1
-    assert probe.look() == seconds and launched.call_count == products
+    assert probe.poll() == seconds and launched.call_count == products
     probe.asked_at -= telemetry.PROBE_EVERY_S
-    probe.look()
+    probe.poll()
     assert launched.call_count == 2 * products
 
 
 def test_watchdog_pauses_while_torch_compiles():
     watchdog = Watchdog(
-        None, rank=0, alive=lambda: None, look_at_ranks=lambda: None, silent_ranks=lambda: None
+        None,
+        rank=0,
+        alive=lambda: None,
+        store_heartbeat_times=lambda: None,
+        silent_ranks=lambda: None,
     )
     watchdog.after_step(done())  # The watchdog has no time limit for the first step.
     seen = []

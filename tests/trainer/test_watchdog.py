@@ -36,7 +36,7 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
         watchdog.faulthandler.dump_traceback = lambda **_: None
         watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        usual = {"rank": 0, "alive": lambda: None, "look_at_ranks": lambda: None}
+        usual = {"rank": 0, "alive": lambda: None, "store_heartbeat_times": lambda: None}
         usual["silent_ranks"] = list
         dog = Watchdog(**usual | settings)
         dog.start()

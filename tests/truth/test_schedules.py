@@ -36,6 +36,16 @@ SCHEDULES = {
     "cosine to its floor": ({}, "cosine_with_min_lr", {"min_lr": FLOOR}),
     "cosine to zero, cut off": ({"cosine_floor": "clamped"}, "cosine", {}),
     "stable, then straight down": ({"schedule": "wsd"}, "warmup_stable_decay", DOWN),
+    "stable, then 1 - sqrt": (
+        {"schedule": "wsd", "decay_shape": "sqrt"},
+        "warmup_stable_decay",
+        {**DOWN, "decay_type": "1-sqrt"},
+    ),
+    "stable, then a cosine": (
+        {"schedule": "wsd", "decay_shape": "cosine"},
+        "warmup_stable_decay",
+        {**DOWN, "decay_type": "cosine"},
+    ),
 }
 """Maps a description to (changes of the recipe, name of transformers' schedule, options of this
 schedule)."""

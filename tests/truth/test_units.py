@@ -37,6 +37,6 @@ def test_model_memory_table_is_in_tb_and_gcds() -> None:
 
 def test_rooflines_are_in_teraflops() -> None:
     _, rows = paper_figure("frontier-roofline").draw()
-    roofs = [row["y"] for row in rows if "a bound" in str(row.get("source"))]
+    roofs = [row["y"] for row in rows if "upper bound" in str(row.get("source"))]
     assert max(roofs) == pytest.approx(191.5), "the peak of a GCD"
     assert min(roofs) == pytest.approx(16), "10 FLOP a byte at 1.6 TB/s"

@@ -74,6 +74,13 @@ def check_batch(plan: Plan, reported: dict[str, int]) -> None:
             )
 
 
+def is_frontier_gpt(spec: ModelSpec) -> bool:
+    """Returns whether Megatron-DeepSpeed's `pretrain_gpt.py` trains the model: a GPT with tied
+    embeddings.
+    """
+    return spec.family == "gpt" and spec.tied_embeddings and not spec.switches
+
+
 def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]:
     """Returns the command-line arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains
     the model as plan and recipe specify.
@@ -86,7 +93,7 @@ def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]
     and github.com/sajal-vt/Megatron-DeepSpeed-ORNL) and Megatron-DeepSpeed's
     `megatron/arguments.py`.
     """
-    if spec.family != "gpt" or not spec.tied_embeddings:
+    if not is_frontier_gpt(spec):
         raise ConfigError(
             f"spec.name: {spec.name!r} is no GPT with tied embeddings, which is what"
             " pretrain_gpt.py trains by these flags. Use one of the GPT presets."

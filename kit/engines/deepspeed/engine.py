@@ -267,8 +267,8 @@ class ShardedState:
         """Returns the `weight` of a parameter and, if they exist already, its moments (MOMENTS), in
         fp32 and in the parameter's shape.
 
-        All replicas must call it, for all parameters in the same order. At ZeRO stage 0 the results
-        are the tensors that training uses. At higher stages they are copies.
+        All replicas must call this method, for all parameters in the same order. At ZeRO stage 0
+        the results are the tensors that training uses. At higher stages they are copies.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -19,7 +19,8 @@ from kit.model import Block, Decoder, initial_weight, make_norm, rotary_table
 from kit.parallel.groups import unbound_device
 from kit.parallel.linear import copy_to_ranks, rank_part, split_dim, split_layers
 
-TOKENS = "embedding.tokens"
+EMBEDDING_NAME = "embedding.tokens"
+"""Name of the token embedding in the complete decoder."""
 
 
 class LayerBuilder:
@@ -64,7 +65,7 @@ class LayerBuilder:
         block = functools.partial(Block, spec, plan.recompute)
         norm = functools.partial(make_norm, spec)
         output = functools.partial(nn.Linear, spec.hidden_size, spec.vocab_size, bias=False)
-        layers = [LayerSpec(PipelineLayer, self, TOKENS, tokens)]
+        layers = [LayerSpec(PipelineLayer, self, EMBEDDING_NAME, tokens)]
         if spec.positions == "learned":
             name = "embedding.positions"
             layers.append(LayerSpec(PipelineLayer, self, name, positions, _with_positions))
@@ -73,8 +74,10 @@ class LayerBuilder:
         layers.append(LayerSpec(PipelineLayer, self, "norm", norm))
         layers.append(LayerSpec(PipelineLayer, self, "output", output))
         if spec.tied_embeddings:
-            parts = "tokens", PipelineLayer, self, TOKENS, tokens
-            tied = functools.partial(TiedLayerSpec, *parts, tied_weight_attr=f"{TOKENS}.weight")
+            parts = "tokens", PipelineLayer, self, EMBEDDING_NAME, tokens
+            tied = functools.partial(
+                TiedLayerSpec, *parts, tied_weight_attr=f"{EMBEDDING_NAME}.weight"
+            )
             layers[0], layers[-1] = tied(), tied(forward_fn=self._logits)
         topology = PipeModelDataParallelTopology(
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
@@ -124,7 +127,7 @@ class LayerBuilder:
         embedding (tied embeddings).
         """
         x_BTH = x_BTH if self.group is None else copy_to_ranks(x_BTH, self.group)
-        return F.linear(x_BTH, tokens.get_parameter(f"{TOKENS}.weight"))
+        return F.linear(x_BTH, tokens.get_parameter(f"{EMBEDDING_NAME}.weight"))
 
 
 class PipelineLayer(nn.Module):

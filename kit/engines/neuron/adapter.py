@@ -38,8 +38,8 @@ def start_xla_process_group() -> torch.device:
     if xr.world_size() != dist.get_world_size():
         raise ConfigError(
             f"XLA sees a world of {xr.world_size()} ranks, the process group has"
-            f" {dist.get_world_size()}: gradients would be added up over the former. Start the"
-            " ranks by torchrun, which torch_neuronx reads."
+            f" {dist.get_world_size()}: gradients would be summed over the ranks of XLA only. Start"
+            " the ranks by torchrun, whose environment variables torch_neuronx reads."
         )
     return device
 
@@ -311,7 +311,7 @@ class Nxd:
         new, and executed.
 
         Do not read the value of a weight before this call. Reading a weight compiles a separate
-        graph for this weight, and Torch-XLA 2.9 can take one of these graphs for another
+        graph for this weight, and Torch-XLA 2.9 can confuse two such graphs
         (github.com/pytorch/xla/issues/8353).
         """
         self._xm.mark_step()

@@ -114,9 +114,9 @@ def job_environment(plan: Plan, site: Site) -> dict[str, str]:
     Raises:
         ConfigError: The site is a cluster without this profile, so it has no Trainium devices.
     """
-    if site.table is None:
+    if site.scheduler_settings is None:
         return needed_environment(plan)
-    flags = site.table.environment.get(COMPILER, "")
+    flags = site.scheduler_settings.environment.get(COMPILER, "")
     return site.profile(PROFILES[plan.zero_stage]) | needed_environment(plan, flags)
 
 

@@ -40,8 +40,9 @@ class NeuronEngine(Engine):
     holds. `build_engine` makes it.
 
     Raises:
-        ConfigError: The environment would make NxD compute in another precision or communicate
-            between other ranks, or the platform does not support the model's heads.
+        ConfigError: Environment variables differ from `needed_environment`, so that NxD would
+            compute in a precision, or communicate between ranks, other than those of the plan. Or
+            the platform does not support the model's heads.
     """
 
     def __init__(

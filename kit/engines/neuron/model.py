@@ -67,7 +67,7 @@ class NxdStack(nn.Module):
         self.layers = nn.ModuleList(
             NxdBlock(spec, plan, weights, f"layers.{i}", rotary_2TD) for i in range(spec.num_layers)
         )
-        self.norm = weights.whole_on_all(NxdNorm(spec, plan), "norm.weight")
+        self.norm = weights.unsplit(NxdNorm(spec, plan), "norm.weight")
         self.leave = NxdTurn(weights.nxd, weights.nxd.whole_sequence)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -207,11 +207,9 @@ class NxdBlock(nn.Module):
         rotary_2TD: Tensor,
     ) -> None:
         super().__init__()
-        self.input_layernorm = weights.whole_on_all(
-            NxdNorm(spec, plan), f"{name}.attention_norm.weight"
-        )
+        self.input_layernorm = weights.unsplit(NxdNorm(spec, plan), f"{name}.attention_norm.weight")
         self.self_attn = NxdAttention(spec, plan, weights, f"{name}.attention", rotary_2TD)
-        self.post_attention_layernorm = weights.whole_on_all(
+        self.post_attention_layernorm = weights.unsplit(
             NxdNorm(spec, plan), f"{name}.feed_forward_norm.weight"
         )
         self.mlp = NxdFeedForward(weights, f"{name}.feed_forward")

@@ -43,8 +43,8 @@ SUPPORTED = ("0.17", "0.18")
 """Supported versions of neuronx-distributed, from SDK 2.28 and 2.29. They are the last SDKs that
 have NxD training and run on a Python version that the kit supports."""
 ENGINE = "kit.engines.neuron.checkpoint"
-"""Module whose import also imports all other modules of the Neuron engine. The check imports it,
-since the engine must also fit the installed torch."""
+"""Module whose import also imports all other modules of the Neuron engine. `kit doctor` imports
+this module to check that the engine works with the installed torch."""
 IMPORT_LIMIT_S = 300.0
 """Longest time, in seconds, that the import of NxD in a child process may take."""
 

@@ -31,9 +31,10 @@ class RankWeights:
         with torch.device("meta"):
             self.whole = dict(Decoder(spec).named_parameters())
 
-    def whole_on_all(self, module: nn.Module, name: str) -> nn.Module:
-        """Attaches to a module the function that returns its initial weight. Every tensor rank
-        holds the whole weight. Returns the module.
+    def unsplit(self, module: nn.Module, name: str) -> nn.Module:
+        """Returns `module`, a layer whose weight tensor parallelism does not split. Attaches a
+        function to it that returns the initial weight named `name`, which is whole on each tensor
+        rank.
         """
         return _marked(module, weight=lambda: self._initial(name))
 
