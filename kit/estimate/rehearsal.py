@@ -20,14 +20,14 @@ from kit.config.spec import ModelSpec
 from kit.engines.build import check_site
 from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.choose.memory_advice import estimate_options
-from kit.estimate.fit.calibrate import Prediction, published_calibration
+from kit.estimate.fit.calibrate import Prediction, own_calibration
 from kit.estimate.fit.measured_rows import hardware_on
 from kit.estimate.theory.hardware import check_numbers
 from kit.estimate.theory.layouts import Layouts
 from kit.parallel.pipeline import stage_indices
 from kit.parallel.simulate import RankView, view_rank
 from kit.run.checkpoint import BYTES_PER_PARAM
-from kit.show.results import format_value
+from kit.show.results import format_value, parameters_text, short_number
 from kit.show.table import Table
 
 MAX_RISK = 0.05
@@ -54,7 +54,7 @@ construction of the model are assumed to need 120 s."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Count:
+class Requirement:
     """One requirement of a job, e.g. its nodes or its open files, and the limit of the site for
     this requirement.
     """
@@ -65,7 +65,7 @@ class Count:
     """Amount that the job needs, in `unit`. If it cannot be computed, the value is None."""
     unit: str = ""
     limit: float | None = None
-    """Highest amount that the site allows, in `unit`. If None, there is no limit, or the site file
+    """Highest value that the site allows, in `unit`. If None, there is no limit, or the site file
     does not state one."""
     limit_source: str = ""
     """Source of the limit. If the site file does not state the limit, the text names the missing
@@ -86,7 +86,9 @@ class Count:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Table row of this requirement. The cells are texts in the order of `Rehearsal.header`."""
+        """Table row of this requirement. The cells are texts in the order of
+        `RehearsalReport.header`.
+        """
         value = "not known"
         if self.value is not None:
             value = format_value(self.value, self.unit)
@@ -98,7 +100,7 @@ class Count:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rehearsal:
+class RehearsalReport:
     """Requirements of a job and the limits of its site. The requirements concern the layout, the
     ranks, the start of the job, the checkpoints and failures.
     """
@@ -106,7 +108,7 @@ class Rehearsal:
     spec: ModelSpec
     plan: Plan
     site: Site
-    counts: tuple[Count, ...]
+    requirements: tuple[Requirement, ...]
 
     header: ClassVar[tuple[str, ...]] = (
         "stage",
@@ -121,30 +123,32 @@ class Rehearsal:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """Table rows, one per requirement. A row is a tuple of texts in the order of `header`."""
-        return [count.row for count in self.counts]
+        return [count.row for count in self.requirements]
 
     @property
     def fits(self) -> bool:
         """Whether no requirement is above its limit. Unknown amounts and limits are ignored."""
-        return all(count.fits is not False for count in self.counts)
+        return all(count.fits is not False for count in self.requirements)
 
     @property
     def title(self) -> str:
         """Title of the table in one line: model, devices, site and verdict. The verdict names the
         requirements that are above their limits.
         """
-        above = [count.what for count in self.counts if count.fits is False]
-        verdict = "every count is under its limit"
+        above = [count.what for count in self.requirements if count.fits is False]
+        verdict = "all known limits are met"
         if above:
             verdict = f"does not fit: {', '.join(above)}"
-        unknown = [count for count in self.counts if count.limit is None and count.limit_source]
+        unknown = [
+            count for count in self.requirements if count.limit is None and count.limit_source
+        ]
         if unknown:
-            verdict += f"; {len(unknown)} without a known limit"
+            verdict += f"; {counted(len(unknown), 'limit')} unknown"
         devices = counted(self.plan.num_devices, "device")
         return f"{self.spec.name} on {devices} of {self.site.name}: {verdict}"
 
     @property
-    def never_run(self) -> list[str]:
+    def untested_conditions(self) -> list[str]:
         """Two sentences that name what a rehearsal cannot test: all devices of the job running at
         once, and the file system of the site.
         """
@@ -161,16 +165,20 @@ class Rehearsal:
             "plan": self.plan.to_dict(),
             "site": self.site.name,
             "fits": self.fits,
-            "counts": [{**dataclasses.asdict(count), "fits": count.fits} for count in self.counts],
-            "never_run": self.never_run,
+            "counts": [
+                {**dataclasses.asdict(count), "fits": count.fits} for count in self.requirements
+            ],
+            "never_run": self.untested_conditions,
         }
 
     def _repr_html_(self) -> str:
         rows = [dict(zip(self.header, row, strict=True)) for row in self.rows]
         limits = [
-            f"{count.what}: {count.limit_source}" for count in self.counts if count.limit_source
+            f"{count.what}: {count.limit_source}"
+            for count in self.requirements
+            if count.limit_source
         ]
-        notes = [f"Not yet tested: {text}." for text in self.never_run]
+        notes = [f"Not yet tested: {text}." for text in self.untested_conditions]
         return Table(rows, caption=self.title, notes=[*limits, *notes])._repr_html_()
 
 
@@ -181,7 +189,7 @@ def rehearse(
     site: Site,
     *,
     hours_between_failures: float | None = None,
-) -> Rehearsal:
+) -> RehearsalReport:
     """Returns the requirements of a job (nodes, memory, files, disk space, ...) and the limits of
     its site. No job is started.
 
@@ -195,44 +203,44 @@ def rehearse(
     plan.check(spec)
     check_site(spec, plan, site)
     check_numbers(site, "bf16", plan.num_devices)
-    machine = machine_of(site, published_calibration(site), engine=plan.engine)
-    layouts = Layouts.of(spec, [plan])
+    machine = machine_of(site, own_calibration([], site), engine=plan.engine)
+    layouts = Layouts.of(spec, [plan], muon=recipe.optimizer == "muon")
     predicted = machine.calibration.predict(layouts, hardware_on(site, layouts, plan.precision))
     step_s = predicted.total_s.item()
     if hours_between_failures is None:
         hours_between_failures = DEVICE_HOURS_BETWEEN_FAILURES / plan.num_devices
     counts = [
-        *_count_size(spec, plan, machine),
+        *_count_size(spec, plan, recipe, machine),
         *_count_time(plan, recipe, machine, predicted),
         *_count_ranks(spec, plan, site),
         _count_start(plan, site),
         *_count_checkpoints(spec, plan, recipe, site, step_s),
         *_count_failures(spec, plan, recipe, site, step_s, hours_between_failures),
     ]
-    return Rehearsal(spec=spec, plan=plan, site=site, counts=tuple(counts))
+    return RehearsalReport(spec=spec, plan=plan, site=site, requirements=tuple(counts))
 
 
-def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
+def _count_size(spec: ModelSpec, plan: Plan, recipe: Recipe, machine: Machine) -> list[Requirement]:
     """Returns two requirements: the number of nodes, and the modelled memory in GiB of the device
     that needs most memory.
     """
     site = machine.site
     max_nodes = site.slurm.max_nodes if site.slurm else None
-    (option,) = estimate_options(spec, plan, [{}], site.device)
+    (option,) = estimate_options(spec, plan, [{}], site.device, optimizer=recipe.optimizer)
     return [
-        Count(
+        Requirement(
             stage="plan",
             what="nodes",
             value=nodes_for(plan.num_devices, site),
             limit=max_nodes,
             limit_source="site.slurm.max_nodes" if max_nodes else "",
         ),
-        Count(
+        Requirement(
             stage="plan",
             what="memory of the fullest device",
             value=option.used_bytes / 2**30,
             unit="GiB",
-            limit=machine.most_bytes(MAX_RISK) / 2**30,
+            limit=machine.max_used_bytes(MAX_RISK) / 2**30,
             limit_source=f"above, it runs out with a probability of more than {MAX_RISK:.0%}",
             known="modelled",
             note=f"of {float(machine.hardware.memory_bytes) / 2**30:.1f} GiB",
@@ -240,7 +248,9 @@ def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
     ]
 
 
-def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Prediction) -> list[Count]:
+def _count_time(
+    plan: Plan, recipe: Recipe, machine: Machine, predicted: Prediction
+) -> list[Requirement]:
     """Returns the predicted time of a step in seconds and of the whole run in days. If the site
     limits the time of a job, a note states the number of consecutive jobs that the run needs.
     """
@@ -248,22 +258,23 @@ def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Predict
     step_s = predicted.total_s.item()
     run_s = recipe.num_steps * step_s
     run_note = counted(recipe.num_steps, "step")
+    low = short_number(predicted.low_s.item())
+    high = short_number(predicted.high_s.item())
     job_limit_s = slurm.max_seconds(nodes_for(plan.num_devices, machine.site)) if slurm else None
     if job_limit_s:
         run_note += f", {counted(math.ceil(run_s / job_limit_s), 'job')} one after the other"
     return [
-        Count(
+        Requirement(
             stage="plan",
-            what="a step",
+            what="time of a step",
             value=step_s,
             unit="s",
             known="modelled",
-            note=f"{predicted.low_s.item():.3g} to {predicted.high_s.item():.3g} s;"
-            f" {machine.calibration.label}",
+            note=f"{low} to {high} s; {machine.calibration.label}",
         ),
-        Count(
+        Requirement(
             stage="plan",
-            what="the whole run",
+            what="time of the whole run",
             value=run_s / 86_400,
             unit="days",
             known="modelled",
@@ -272,7 +283,7 @@ def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Predict
     ]
 
 
-def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
+def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Requirement]:
     """Returns two requirements. The first is the number of weights that are lost or doubled when
     the model is split over the ranks, which must be 0. The second is the number of open files of
     rank 0, which has the most connections. On Trainium only the first is returned, with an unknown
@@ -280,9 +291,9 @@ def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
     """
     if plan.capabilities.runs_on_trainium:
         return [
-            Count(
+            Requirement(
                 stage="ranks",
-                what="weights lost or doubled by the split",
+                what="weights that sharding loses or doubles",
                 value=None,
                 note="NxD splits the model on the devices, which is not yet tested",
             )
@@ -301,19 +312,19 @@ def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
     # ranks as a tree, in which a rank has at most two connections per level.
     files = sum(FILES_PER_GROUP + 2 * math.ceil(math.log2(size)) for size in groups)
     return [
-        Count(
+        Requirement(
             stage="ranks",
-            what="weights lost or doubled by the split",
+            what="weights that sharding loses or doubles",
             value=abs(num_params - spec.num_params),
             limit=0,
             limit_source="the model's own number",
             known="run",
-            note=f"{most_params / 1e9:.3g} billion in the fullest of {len(views)} kinds of ranks",
+            note=f"{parameters_text(most_params)} in the fullest of {len(views)} kinds of ranks",
         ),
         _with_site_limit(
             site.open_files,
             "site.open_files",
-            Count(
+            Requirement(
                 stage="ranks",
                 what="open files of rank 0",
                 value=FILES_PER_RANK + files + plan.num_devices,
@@ -362,17 +373,22 @@ def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
     return views, num_params
 
 
-def _with_site_limit(fact: Fact | None, name: str, count: Count, unit: float = 1.0) -> Count:
-    """Returns the requirement `count` with the limit from field `name` of a site file. The limit is
-    divided by `unit`. If the site file does not have the field, `fact` is None. The requirement
-    then has no limit and names the missing field.
+def _with_site_limit(
+    fact: Fact | None, name: str, count: Requirement, unit: float = 1.0
+) -> Requirement:
+    """Returns the requirement `count` with a limit from the site file.
+
+    `fact` is the value of the site field `name`. `unit` is the size of the requirement's unit in
+    the unit of this field, e.g. 1e9 for GB if the field is in bytes. If the site file lacks the
+    field, `fact` is None. The requirement then has no limit, and its `limit_source` names the
+    field.
     """
     if fact is None:
         return dataclasses.replace(count, limit_source=f"{name} is not stated")
     return dataclasses.replace(count, limit=fact.value / unit, limit_source=fact.source)
 
 
-def _count_start(plan: Plan, site: Site) -> Count:
+def _count_start(plan: Plan, site: Site) -> Requirement:
     """Returns, as a requirement, the number of nodes whose ranks all read Python's files from the
     shared disk at the start. The number is 0 if the Python environment is packed for each node or
     in a container.
@@ -382,7 +398,7 @@ def _count_start(plan: Plan, site: Site) -> Count:
     if site.scheduler == "slurm" and site.slurm and reads_shared_disk(site.slurm):
         num_nodes = nodes_for(plan.num_devices, site)
         note = "every rank reads it"
-    return Count(
+    return Requirement(
         stage="start",
         what="nodes that read Python from the shared disk",
         value=num_nodes,
@@ -395,7 +411,7 @@ def _count_start(plan: Plan, site: Site) -> Count:
 
 def _count_checkpoints(
     spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, step_s: float
-) -> list[Count]:
+) -> list[Requirement]:
     """Returns one or two requirements: the size of all checkpoints on disk in TB, and the seconds
     to write one checkpoint. The second is left out if the site file states no write rate.
     """
@@ -405,37 +421,49 @@ def _count_checkpoints(
     if recipe.keep_every:
         num_kept += recipe.num_steps // math.lcm(save_every, recipe.keep_every)
     num_kept = min(num_kept, math.ceil(recipe.num_steps / save_every))
+    unit, unit_bytes = _size_unit(num_kept * checkpoint_bytes)
+    one_unit, one_unit_bytes = _size_unit(checkpoint_bytes)
+    one = f"{short_number(checkpoint_bytes / one_unit_bytes)} {one_unit}"
     counts = [
         _with_site_limit(
             site.storage.quota_bytes,
             "site.storage.quota_bytes",
-            Count(
+            Requirement(
                 stage="checkpoint",
-                what="kept",
-                value=num_kept * checkpoint_bytes / 1e12,
-                unit="TB",
-                note=f"{num_kept} of {checkpoint_bytes / 1e12:.3g} TB in {plan.num_devices:,}"
-                " files, the newest being written",
+                what="size of the kept checkpoints",
+                value=num_kept * checkpoint_bytes / unit_bytes,
+                unit=unit,
+                note=f"{num_kept} of {one} in {plan.num_devices:,} files, the newest being written",
             ),
-            unit=1e12,
+            unit=unit_bytes,
         )
     ]
     if write_rate := site.storage.write_bytes_per_s:
         save_every_s = save_every * step_s
         counts.append(
-            Count(
+            Requirement(
                 stage="checkpoint",
-                what="written in at least",
+                what="least time to write one",
                 value=checkpoint_bytes / write_rate.value,
                 unit="s",
                 limit=save_every_s,
                 limit_source="the time between two",
                 known="modelled",
-                note=f"every {save_every_s / 60:.3g} min, in the background; at the rate of the"
-                " whole file system",
+                note=f"every {short_number(save_every_s / 60)} min, in the background; at the rate"
+                " of the whole file system",
             )
         )
     return counts
+
+
+def _size_unit(size_bytes: float) -> tuple[str, float]:
+    """Returns (unit, bytes of the unit): the largest of TB, GB and MB in which a size is at least
+    1, or MB for a smaller size.
+    """
+    for unit, unit_bytes in (("TB", 1e12), ("GB", 1e9)):
+        if size_bytes >= unit_bytes:
+            return unit, unit_bytes
+    return "MB", 1e6
 
 
 def _count_failures(
@@ -445,17 +473,17 @@ def _count_failures(
     site: Site,
     step_s: float,
     hours_between_failures: float,
-) -> list[Count]:
+) -> list[Requirement]:
     """Returns the share of the time, 0 to 1, that failures leave for training, and the best time
     between saves in minutes (Young 1974). If the site file states no disk rates, only the share is
     returned, with an unknown value and a note.
     """
-    what = f"time that counts, with a failure every {hours_between_failures:.3g} h"
+    what = f"productive time, with a failure every {short_number(hours_between_failures)} h"
     write_rate = site.storage.write_bytes_per_s
     read_rate = site.storage.read_bytes_per_s
     if write_rate is None or read_rate is None:
         note = "give site.storage.read_bytes_per_s and site.storage.write_bytes_per_s"
-        return [Count(stage="failures", what=what, value=None, known="modelled", note=note)]
+        return [Requirement(stage="failures", what=what, value=None, known="modelled", note=note)]
     checkpoint_bytes = BYTES_PER_PARAM * spec.num_params
     write_s = checkpoint_bytes / write_rate.value
     read_s = checkpoint_bytes / read_rate.value
@@ -471,7 +499,7 @@ def _count_failures(
     # time to write one.
     best_s = max(math.sqrt(2 * save_s * between_failures_s), write_s)
     return [
-        Count(
+        Requirement(
             stage="failures",
             what=what,
             value=round(share, 6),
@@ -479,7 +507,7 @@ def _count_failures(
             known="modelled",
             note="saved as the recipe says; published failures are those of H100",
         ),
-        Count(
+        Requirement(
             stage="failures",
             what="best time between checkpoints",
             value=best_s / 60,

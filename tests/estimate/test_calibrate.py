@@ -13,6 +13,7 @@ from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
+from kit.estimate.choose.figures import coefficients_figure
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import calibrate, propose, published_calibration
 from kit.estimate.fit.fitting import Prior, fit, log_time_and_slopes
@@ -20,6 +21,7 @@ from kit.estimate.fit.measured_rows import hardware_on, published_rows
 from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.step_time import step_time
+from tests.support.pictures import check_figure
 from tests.support.runs import new_run
 
 TRUE = Coefficients().replace(
@@ -82,7 +84,7 @@ def test_only_fixes_other_coefficients_at_prior_mean(invented):
     assert [name for name, each in zip(NAMES, moved, strict=True) if each] == ["factor"]
 
 
-def test_stack_factors_separate_two_programs(invented):
+def test_stack_factors_recover_ratio_of_two_stacks(invented):
     stack = np.arange(len(invented)) % 2
     seconds = invented.step_time_s * np.where(stack == 1, 1.3, 1.0)
     rows = dataclasses.replace(invented, step_time_s=seconds, stack=stack)
@@ -104,11 +106,11 @@ def test_calibration_names_unidentified_coefficients(bloom):
     assert calibration.num_runs == len(bloom) and calibration.error < 0.06
     assert "flash_efficiency" in calibration.unidentified, "none of these runs has fused attention"
     assert "factor" not in calibration.unidentified
-    assert "not told by the runs" in calibration._repr_html_()
+    assert "not determined by the runs" in calibration._repr_html_()
 
 
 def test_intervals_cover_runs_and_widen_without_runs(bloom):
-    layouts, measured = published.layouts(bloom), published.step_times(bloom)
+    layouts, measured = published.layouts(bloom), published.measured_step_seconds(bloom)
     prediction = calibrate(bloom).predict(layouts)
     inside = (prediction.low_s < measured) & (measured < prediction.high_s)
     assert 0.85 <= inside.mean() < 1 and prediction.warnings == ()
@@ -122,7 +124,7 @@ def test_untried_traits_widen_interval_and_are_named():
         plan = Plan.from_dict({"global_batch_size": 64, "data_parallel": 8} | fields)
         layouts = Layouts.of(ModelSpec.preset("llama3-8b"), [plan])
         found = calibrate([], Site.load("selene")).predict(layouts)
-        return float((found.high_s / found.low_s).item()), found.untried
+        return float((found.high_s / found.low_s).item()), found.unmeasured_features
 
     plain, nothing = width()
     compiled, one = width(compile=True)
@@ -134,7 +136,9 @@ def test_untried_traits_widen_interval_and_are_named():
     hardware = Hardware.of(Site.load("selene"))
     layouts = published_rows(published.load(system="Selene")[:1]).layouts
     slow = dataclasses.replace(hardware, memory_bytes_per_s=hardware.memory_bytes_per_s / 4)
-    assert interval.untried_counts(layouts, slow, None)["device unlike those of the fit"].all()
+    assert interval.unmeasured_feature_counts(layouts, slow, None)[
+        "device unlike those of the fit"
+    ].all()
     measured = interval.MeasuredRange.of(layouts, slow)
     assert not untried(layouts, slow, measured), "its runs have told"
 
@@ -143,7 +147,7 @@ def untried(layouts, hardware, measured) -> set[str]:
     """Returns the names of the traits of a layout or device that occur neither in the runs of the
     fit nor in the measured range.
     """
-    found = interval.untried_counts(layouts, hardware, measured)
+    found = interval.unmeasured_feature_counts(layouts, hardware, measured)
     return {name for name, each in found.items() if each.any()}
 
 
@@ -195,7 +199,7 @@ def test_layout_outside_measured_range_is_warned(bloom):
     plan = Plan(tensor_parallel=2, global_batch_size=64)
     layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [plan])
     warnings = calibrate(bloom).predict(layouts).warnings
-    assert any("extrapolation" in each for each in warnings if each.startswith("parameters 2.2"))
+    assert any("extrapolation" in each for each in warnings if each.startswith("parameters 22.1B"))
 
 
 def test_proposed_runs_narrow_interval_more_than_random(bloom, invented):
@@ -303,7 +307,7 @@ def test_site_with_base_keeps_calibration_of_same_device(tmp_path):
     packaged = published_calibration(Site.load("dgx-h100"))
     mine = published_calibration(laid_over(""))
     assert mine.coefficients == packaged.coefficients
-    assert str(mine) == "calibrated on 16 runs, 5.4% mean error on them"
+    assert str(mine) == "calibrated on 20 runs, mean error of the fit 4.4%"
     ports = '[links]\ninter_node_bytes_per_s = { value = 1e11, source = "four ports only" }'
     for name in ('name = "mine"', 'name = "frontier"', ""):
         slow = published_calibration(laid_over(ports, name))
@@ -318,21 +322,58 @@ def test_published_calibration_covers_its_own_runs():
     runs = [run for run in published.load(system="Frontier") if run.status in ("read", "mixed")]
     runs = [run for run in runs if run.kind == "measured"]
     prediction = published_calibration(Site.load("frontier")).predict(published.layouts(runs))
-    measured = published.step_times(runs)
+    measured = published.measured_step_seconds(runs)
     assert np.mean((prediction.low_s < measured) & (measured < prediction.high_s)) >= 0.85
 
 
 def test_published_calibration_widens_for_other_stack():
     site, runs = Site.load("dgx-h100"), published.of_site("dgx-h100")
     ours, theirs = calibrate(runs, site), published_calibration(site)
-    assert ours.coefficients == theirs.coefficients
+    # The stored fit was computed on another machine, whose processor rounds differently.
+    fitted = dataclasses.asdict(ours.coefficients)
+    assert fitted == pytest.approx(dataclasses.asdict(theirs.coefficients), rel=1e-6)
     assert theirs.misfit**2 == pytest.approx(ours.misfit**2 + interval.OTHER_STACK**2)
 
 
 def test_published_runs_calibrate_only_their_site():
     frontier, h100 = (published_calibration(Site.load(name)) for name in ("frontier", "dgx-h100"))
     assert frontier.num_runs == 20 and frontier.error < 0.15
-    assert h100.num_runs == 16, "9 in bf16 and 7 in fp8"
+    assert h100.num_runs == 20, "of Megatron 9 in bf16 and 7 in fp8, of OLMo-core 4"
     aurora = published_calibration(Site.load("aurora"))
     assert aurora.num_runs == 0
     assert aurora.coefficients.to_dict() == pytest.approx(Coefficients().to_dict())
+
+
+def test_coefficients_figure_has_quantiles_of_prior_and_posterior(bloom):
+    """The intervals of the table are compared with quantiles of random draws, which are cut off at
+    the bounds of the coefficients.
+    """
+    found = calibrate(bloom)
+    figure, rows = coefficients_figure(found)
+    check_figure(figure)
+    assert sorted(row["coefficient"] for row in rows) == sorted(NAMES)
+    generator = np.random.default_rng(0)
+    for mean, deviation, low, high in (
+        (found.prior.mean, found.prior.spread, "prior_low", "prior_high"),
+        (found._values, np.sqrt(np.diag(found.covariance)), "low", "high"),
+    ):
+        draws = generator.normal(mean, deviation, (20_000, len(NAMES)))
+        draws = np.exp(np.clip(draws, fitting.LOW, fitting.HIGH))
+        for row in rows:
+            column = draws[:, NAMES.index(row["coefficient"])]
+            ends = np.quantile(column, [0.05, 0.95])
+            assert [row[low], row[high]] == pytest.approx(ends, rel=0.05)
+    widths = [row["narrowed_to"] for row in rows]
+    assert widths == sorted(widths) and widths[0] < 0.9, "the runs narrow some intervals"
+    for row in rows:
+        assert (row["narrowed_to"] >= 0.9) == (row["coefficient"] in found.unidentified)
+
+
+def test_prior_is_the_posterior_without_runs():
+    """Without runs, the figure has equal intervals of prior and posterior."""
+    _, rows = coefficients_figure(calibrate([], Site.load("frontier")))
+    for row in rows:
+        assert row["narrowed_to"] == pytest.approx(1) and row["value"] == pytest.approx(
+            row["prior"]
+        )
+        assert (row["low"], row["high"]) == pytest.approx((row["prior_low"], row["prior_high"]))

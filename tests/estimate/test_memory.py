@@ -35,6 +35,7 @@ from kit.parallel.simulate import view_rank
 from kit.parallel.tensor import apply_tensor_parallel, cross_entropy
 from tests.bench.exams.memory import fit_out_of_memory
 from tests.estimate.live_bytes import LiveBytes
+from tests.support.workers import run_ranks
 
 SHAPES = dict(
     name="tiny", num_layers=4, hidden_size=128, num_heads=4, vocab_size=512, sequence_length=64
@@ -43,6 +44,18 @@ TINY = {
     "gpt": ModelSpec.gpt(**SHAPES),
     "llama": ModelSpec.llama(**SHAPES, ffn_hidden_size=352),
     "grouped": ModelSpec.llama(**SHAPES, ffn_hidden_size=352, num_kv_heads=2),
+}
+SWITCHED = {
+    "qwen3": TINY["grouped"].replace(head_dim=48, qk_norm="per_head"),
+    "olmo2": TINY["grouped"].replace(norm_placement="after", qk_norm="all_heads"),
+    "gemma2": TINY["grouped"].replace(
+        norm_placement="both",
+        zero_centered_norm=True,
+        activation="geglu_tanh",
+        attn_logit_softcapping=5.0,
+        sequence_length=512,
+    ),
+    "neox": TINY["gpt"].replace(positions="rotary", parallel_residual=True),
 }
 RECOMPUTE = pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2), ("zbv", 2))
@@ -75,6 +88,51 @@ def test_block_activations_match_live_bytes(family, recompute):
     assert tokens * layer.saved_bytes.item() == pytest.approx(kept, rel=0.01)
     held = kept + 2 * y.nbytes  # kept bytes plus the block's output and its gradient
     assert tokens * layer.workspace_bytes.item() == pytest.approx(live.peak - held, rel=0.15)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("family", SWITCHED)
+def test_activations_of_switches_match_live_bytes(family, recompute):
+    """Bytes per token that a block saves for backward. Those of soft-capped attention are modelled
+    as those of any attention that writes its scores to memory.
+    """
+    spec = SWITCHED[family]
+    block = Block(spec, recompute).to(torch.bfloat16)
+    rotary = Decoder(spec).rotary(spec.sequence_length, torch.device("cpu"))
+    x = torch.randn(1, spec.sequence_length, 128, dtype=torch.bfloat16, requires_grad=True)
+    with LiveBytes() as live:
+        y = block(x * 1, rotary)
+        kept = live.now - y.nbytes
+    layouts = Layouts.of(spec, [Plan(recompute=recompute)], fused_norm=False)
+    found = spec.sequence_length * LayerActivations(layouts, KIT).saved_bytes.item()
+    assert found == pytest.approx(kept, rel=0.04)
+
+
+def test_window_mask_is_shared_by_layers():
+    """The bytes that a decoder saves for backward grow by one mask, whatever the number of layers.
+    The planner counts the same bytes.
+    """
+    plain = TINY["grouped"].replace(sequence_length=1024)
+    saved, modelled = {}, {}
+    for spec in (plain, plain.replace(sliding_window=256)):
+        decoder = Decoder(spec).to(torch.bfloat16)
+        tokens = torch.randint(0, spec.vocab_size, (1, spec.sequence_length))
+        with LiveBytes() as live:
+            loss = decoder(tokens, tokens)
+            saved[spec.sliding_window] = live.now
+        assert loss.requires_grad
+        layouts = Layouts.of(spec, [Plan()], native=True)
+        modelled[spec.sliding_window] = memory(layouts, kernels=KIT).stages[0].buffers.item()
+    mask_bytes = modelled[256] - modelled[None]
+    assert mask_bytes == 2 * 1024**2
+    assert saved[256] - saved[None] == pytest.approx(mask_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_modelled_weights_of_one_device_are_all_weights(name):
+    spec = ModelSpec.preset(name)
+    stage = memory(Layouts.of(spec, [Plan()]), kernels=KIT).stages[0]
+    assert stage.params.item() == spec.num_params
 
 
 @pytest.fixture
@@ -357,3 +415,43 @@ def test_deepspeed_gradient_memory_by_zero_stage():
     assert found.term("gradients") / spec.num_params == pytest.approx([6, 4])
     one, two = found.total_bytes / spec.num_params
     assert one == pytest.approx(16.0, rel=0.01) and two == pytest.approx(51.5, rel=0.03)
+
+
+@FAMILY
+def test_muon_state_matches_bytes_of_engine(family):
+    """With Muon, the modelled optimizer state in fp32 equals that of the native engine after a
+    step: one number per element of a matrix, and two per element of other weights.
+    """
+    spec = TINY[family]
+    for optimizer in ("adamw", "muon"):
+        counted = run_ranks(1, optimizer_bytes, spec, optimizer)[0]
+        layouts = Layouts.of(spec, [Plan(precision="fp32")], muon=optimizer == "muon")
+        terms = memory(layouts, convention=CONVENTIONS["fp32"]).terms()
+        assert float(terms["optimizer"][0]) == counted
+    assert counted < 0.7 * 8 * spec.num_params
+
+
+def optimizer_bytes(spec: ModelSpec, optimizer: Any) -> int:
+    recipe = Recipe(data="none", num_steps=1, optimizer=optimizer)
+    engine = NativeEngine(spec, Plan(), recipe, torch.device("cpu"))
+    engine.train_step(torch.zeros(1, spec.sequence_length + 1, dtype=torch.int64), 1e-3)
+    states = [state for each in engine.optimizers for state in each.state.values()]
+    tensors = [value for state in states for name, value in state.items() if name != "step"]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def test_muon_buffers_count_where_activations_do_not_cover_them():
+    """A large model with few tokens needs the buffers of a round of Muon. With many tokens, the
+    memory of the freed activations covers the buffers.
+    """
+    spec = ModelSpec.preset("llama3.1-70b").replace(num_layers=4)
+    for length, size, covers in ((64, 1, False), (8192, 8, True)):
+        plan = Plan(
+            tensor_parallel=8, micro_batch_size=size, global_batch_size=size, precision="bf16"
+        )
+        short = spec.replace(sequence_length=length)
+        with_muon, without = (
+            float(memory(Layouts.of(short, [plan], muon=muon)).terms()["workspace"][0])
+            for muon in (True, False)
+        )
+        assert (with_muon == without) == covers

@@ -202,6 +202,7 @@ def test_written_python_recreates_the_plan(panel: Panel) -> None:
     assert panel.text.value == "", "of no other layout"
 
 
+@pytest.mark.slow
 def test_models_on_lumi_are_drawn_or_refused(panel: Panel) -> None:
     panel.controls["site"].value = "lumi"
     for model in ("demo", "hlat-70b", "gpt-22b"):
@@ -289,6 +290,7 @@ def test_short_step_is_drawn_completely() -> None:
     assert "drawn: the whole step" in found.titles["timeline"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(4, 16), (8, 1)])
 def test_panel_texts_do_not_overlap_or_leave_figure(degrees: tuple[int, int]) -> None:
     tensor, pipeline = degrees

@@ -20,6 +20,7 @@ GOOD = dict(
         " seq=2048 tp=4 pp=16 virtual_stages= cp= dp=2 zero_stage=1 micro_batch=1 global_batch=320"
         " recompute=full precision=fp16 seconds_per_iter=196.09 tflops_per_gpu=37.4 mfu= hfu="
         " kind=measured status=derived basis=hw flash_attention=1 overlap= memory_gb= note="
+        " code_base= compiled="
     ).split()
 )
 
@@ -81,12 +82,30 @@ def test_site_is_found_by_vendor_device_name(write, gpu, site):
     assert run.site().name == site
 
 
+def test_torch_code_base_follows_from_source(write):
+    """Plain torch code is recognised by its source. Its blocks are compiled unless a row says
+    otherwise. What its FSDP2 overlaps does not depend on the column `overlap`.
+    """
+    torch_row = dict(source="KempnerInstitute/KempnerForge (a page)", overlap="data")
+    forge, eager, other, stated = published.load(
+        write(torch_row, torch_row | {"compiled": "no"}, {}, {"code_base": "torchtitan"})
+    )
+    assert forge.code_base == "kempnerforge" and forge.compiled and not forge.data_overlap
+    assert not eager.compiled and other.code_base == "" and stated.code_base == "torchtitan"
+    x = published.layouts([forge, eager, other, stated])
+    assert x.native.tolist() == [True, True, False, True]
+    assert x.separate_inputs.tolist() == [True, True, False, False]
+    assert x.recomputed_products.tolist() == [0, 0, 0, 0.5]
+
+
 def test_layouts_keep_every_run_in_order(runs):
     some = runs[::97]
     layouts = published.layouts(some)
     assert layouts.shape == (len(some),)
     assert [int(n) for n in layouts.num_devices] == [run.num_devices for run in some]
-    assert np.isnan(published.step_times(some)).tolist() == [run.kind == "oom" for run in some]
+    assert np.isnan(published.measured_step_seconds(some)).tolist() == [
+        run.kind == "oom" for run in some
+    ]
 
 
 def test_frontier_log_above_ceiling_is_refused(write):
@@ -103,7 +122,7 @@ def test_frontier_log_above_ceiling_is_refused(write):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(global_batch="321"), "cannot be cut into micro-batches of 1 on 2 replicas"),
+        (dict(global_batch="321"), "321 sequences cannot be divided among 2 replicas"),
         (dict(dp="4"), r"dp: 4 .* Expected 2"),
         (dict(gpus="130", dp=""), "no multiple"),
         (dict(mfu="38.38"), "38 % is 0.38"),

@@ -28,7 +28,12 @@ from kit.estimate.choose.memory_advice import estimate_options
 from kit.estimate.choose.nearest import measured_mfu
 from kit.estimate.choose.panel import Estimate
 from kit.estimate.choose.report import plan_report
-from kit.estimate.choose.search import describe_layout, interval_text, search
+from kit.estimate.choose.search import (
+    describe_layout,
+    executed_flops_per_token,
+    interval_text,
+    search,
+)
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
@@ -158,9 +163,10 @@ def test_only_restricts_candidates_or_is_refused():
     assert {plan.schedule for plan in plans} == {"zbv"}
     assert {plan.zero_stage for plan in plans} == {0, 1, 2}
     for only, message in (
-        ({"tensor": [1]}, "search.only.tensor: unknown"),
+        ({"tensor": [1]}, "plan.tensor: unknown"),
         ({"schedule": ["1f2b"]}, "Allowed: gpipe"),
         ({"tensor_parallel": [3]}, "no layout of 16 devices is left by"),
+        ({"tensor_parallel": [3]}, "num_heads: .* is not divisible by .*tensor_parallel"),
     ):
         with pytest.raises(ConfigError, match=message):
             candidates(SMALL, 16, 32, only=only)
@@ -218,6 +224,49 @@ def test_answer_explains_time_memory_and_limit():
     first.plan.check(found.spec, 128)
     assert json.loads(json.dumps(first.to_dict()))["binding"] == explanation.limited_by
     assert "<table>" in first._repr_html_() and len(first._repr_html_()) < 4000
+
+
+@pytest.mark.parametrize(
+    ("model", "only", "message"),
+    [
+        ("gemma3-1b", {}, "spec.embedding_multiplier: "),
+        ("gemma3-1b", {"context_parallel": [2]}, "spec.embedding_multiplier: "),
+        ("demo", {"recompute": ["selective"], "zero_stage": [3]}, "plan.recompute: 'selective'"),
+        ("demo", {"zero_stage": [2], "pipeline_parallel": [2]}, "plan.zero_stage: 2"),
+    ],
+)
+def test_refusal_of_an_engine_names_no_searched_value(model, only, message):
+    """An engine that can train no layout is refused with the reason that all layouts share. The
+    message does not name a value such as schedule `gpipe`, which the user did not ask for.
+    """
+    site = Site.load("dgx-h100")
+    with pytest.raises(ConfigError) as raised:
+        search(ModelSpec.preset(model), site, 16, 8, engine="deepspeed", only=only)
+    assert str(raised.value).startswith(message)
+
+
+def test_nearest_run_has_its_global_batch():
+    """Step times of two runs can be compared only if their batches are known."""
+    (first,) = answers(search(ModelSpec.preset("llama3-8b"), Site.load("dgx-h100"), 64, 64), 1)
+    nearest = first.explain().nearest
+    sequences = nearest.run.plan.global_batch_size
+    tokens = sequences * nearest.run.spec.sequence_length
+    assert sequences > 1
+    assert f"global batch {sequences:,} sequences = {tokens:,} tokens; " in str(nearest)
+
+
+def test_windows_explain_the_difference_of_mfu_and_hfu():
+    """Attention windows are the only reason for which MFU and HFU differ without recomputation."""
+    spec = ModelSpec.preset("gemma3-1b").replace(sequence_length=8192)
+    only = {"recompute": ["none"]}
+    (first,) = answers(search(spec, Site.load("dgx-h100"), 8, 64, only=only), 1)
+    assert first.row["hfu"] > 1.1 * first.row["mfu"]
+    text = dict(first.facts())["MFU and HFU"]
+    assert "22 of 26 layers have an attention window" in text
+    assert "the 512 keys of the window" in text and "all 8,192 keys" in text
+    whole = spec.replace(sequence_length=512)
+    (first,) = answers(search(whole, Site.load("dgx-h100"), 8, 64, only=only), 1)
+    assert first.row["hfu"] == first.row["mfu"] and "MFU and HFU" not in dict(first.facts())
 
 
 ASKED = [
@@ -307,10 +356,8 @@ def test_search_recomputes_fewest_blocks_that_fit():
         assert time_s[1] < time_s[0] < time_s[2] and used_bytes[1] > used_bytes[0] > used_bytes[2]
         blocks = plan.virtual_stages * len(plan.stage_layers(GPT_22B, 0))
         if blocks <= 16:  # with more blocks the search tries only multiples of a sixteenth
-            assert used_bytes[1] > found.machine.most_bytes(0.05) >= used_bytes[0]
-    assert f"recompute full ({plan.recompute_layers} a device)" in describe_layout(
-        found.row(int(row))
-    )
+            assert used_bytes[1] > found.machine.max_used_bytes(0.05) >= used_bytes[0]
+    assert f"recompute full ({plan.recompute_layers} block" in describe_layout(found.row(int(row)))
 
 
 def test_answers_of_one_degree_suggest_no_other_degrees():
@@ -334,6 +381,7 @@ def first():
     return answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
 
 
+@pytest.mark.slow
 def test_rate_above_measured_ceiling_is_warned(first):
     rates = {"bf16": {"value": 40e12, "source": "a test"}}
     slow = FRONTIER.replace(device=FRONTIER.device.replace(matmul_flops_per_s=rates))
@@ -411,6 +459,7 @@ def test_plan_report_refuses_bad_input(change, message):
         plan_report(values.pop("model"), **values)
 
 
+@pytest.mark.slow
 def test_search_error_names_enough_devices():
     def fits(devices):
         with contextlib.suppress(ConfigError):
@@ -457,7 +506,7 @@ def test_untried_tensor_parallelism_widens_interval():
         only = {"tensor_parallel": [degree], "schedule": ["1f1b"]}
         found = search(GPT_175B, FRONTIER, 512, 512, calibration=calibration, only=only)
         best = int(found.order[0])
-        named = "tensor parallelism across nodes" in found.prediction(best).untried
+        named = "tensor parallelism across nodes" in found.prediction(best).unmeasured_features
         assert named == (degree > 16), "the most that a run of Frontier had"
         row = found.row(best)
         return float(row["step_time_high_s"] / row["step_time_low_s"])
@@ -467,8 +516,31 @@ def test_untried_tensor_parallelism_widens_interval():
     blind, wide = (
         search(spec, perlmutter, 8, 8, only={"tensor_parallel": [t]}).prediction(0) for t in (4, 8)
     )
-    assert "tensor parallelism across nodes" in wide.untried
-    assert "tensor parallelism across nodes" not in blind.untried
+    assert "tensor parallelism across nodes" in wide.unmeasured_features
+    assert "tensor parallelism across nodes" not in blind.unmeasured_features
+
+
+def test_unbelievable_speed_gives_no_better_rank() -> None:
+    """With a factor of 1 and perfect efficiencies, many layouts are predicted as faster than
+    BELIEVABLE_SHARE of the best matrix product. They are ranked as if they were at this share.
+    """
+    fast = {"gemm_efficiency": 1.0, "gemm_edge": 5.0, "flash_efficiency": 1.0, "factor": 1.0}
+    fast |= {"memory_efficiency": 1.0, "torch_factor": 1.0}
+    known = published_calibration(H100)
+    known = dataclasses.replace(known, coefficients=known.coefficients.replace(**fast))
+    found = search(ModelSpec.preset("llama3-8b"), H100, 64, 1024, calibration=known)
+    ceiling = H100.device.matmul_flops_per_s["bf16"].value
+    is_capped = found.believable_step_s[found.order] > 0
+    assert is_capped.any() and not is_capped.all()
+    ranked = np.maximum(found.step_time_s, found.believable_step_s)[found.order]
+    assert np.all(np.diff(ranked) >= 0)
+    index = int(found.order[np.argmax(is_capped)])
+    executed = executed_flops_per_token(found.spec, found.plan(index))
+    rate = 1024 * 8192 * executed / (64 * found.believable_step_s[index])
+    assert rate == pytest.approx(0.9 * ceiling)
+    first = answers(found)[0]
+    said = any("not believable" in text for text in first.explain().warnings)
+    assert said == bool(found.believable_step_s[first.index])
 
 
 def test_warning_names_fast_tensor_degree_across_nodes():
@@ -476,7 +548,8 @@ def test_warning_names_fast_tensor_degree_across_nodes():
     ranks are on several nodes, is among the fastest layouts.
     """
     asked, known = (GPT_1T, FRONTIER, 3072, 9600), published_calibration(FRONTIER)
-    found = search(*asked, calibration=known, only={"recompute": ["none", "full"]})
+    stages = {"pipeline_parallel": [32], "virtual_stages": [2], "micro_batch_size": [1]}
+    found = search(*asked, calibration=known, only={"recompute": ["none", "full"], **stages})
     first = answers(found)[0]
     wide = {int(found.layouts.tensor_parallel[other]) for other in found.fastest(5)} - {8, 16}
     assert first.plan.tensor_parallel == 8 and max(wide) == 32
@@ -487,11 +560,11 @@ def test_warning_names_fast_tensor_degree_across_nodes():
 
 
 def test_answer_names_gains_of_other_engines(first):
-    context, overlap, offload = first.explain().other_engines
-    assert "context_parallel=[1, 2, 4, 8]" in context and overlap.endswith("% time)")
+    overlap, offload = first.explain().other_engines
+    assert overlap.endswith("%)")
     assert "GiB less a device" in offload
     told = dict(first.facts())["other engines"]
-    assert told == f"not by the kit's engines: {context}; {overlap}; {offload}"
+    assert told == f"features that the kit's engines lack: {overlap}; {offload}"
 
 
 def test_nearest_run_outside_interval_is_warned(first, monkeypatch):
@@ -553,3 +626,21 @@ def test_nvfp4_plan_names_run_and_peak_of_its_format():
     assert "of the peak" not in dict(wide.facts())["rate"]
     bf16, fp8 = (measured_mfu("NVIDIA H100-SXM5-80GB", name) for name in ("bf16", "fp8"))
     assert bf16 and fp8 and bf16 < 0.5 and fp8 > 0.8
+
+
+def test_plan_with_muon_needs_less_memory_and_more_time():
+    """Both searches are limited to one layout. Engines that cannot gather matrices are refused."""
+    only = {"tensor_parallel": [1], "pipeline_parallel": [1], "zero_stage": [1]}
+    only |= {"micro_batch_size": [1], "recompute": ["full"], "recompute_layers": [None]}
+    asked: Any = dict(site="dgx-h100", devices=8, batch=64, count=1, only=only)
+    adamw = plan_report("llama3-8b", **asked)
+    muon = plan_report("llama3-8b", **asked, optimizer="muon")
+    assert "with Muon" in muon.search.title and "Muon" not in adamw.search.title
+    optimizer, less = (r.search.machine.memory(r.search.layouts).terms() for r in (adamw, muon))
+    spec = ModelSpec.preset("llama3-8b")
+    matrices = spec.num_layers * spec.matmul_params_per_layer
+    saved = optimizer["optimizer"] - less["optimizer"]
+    assert saved == pytest.approx(4 * matrices / 8)
+    assert (muon.search.step_time_s > adamw.search.step_time_s).all()
+    with pytest.raises(ConfigError, match=r"search.optimizer: 'muon' .* engine 'deepspeed'"):
+        plan_report("llama3-8b", **asked, engine="deepspeed", optimizer="muon")

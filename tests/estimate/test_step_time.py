@@ -11,6 +11,7 @@ from cluster.record import ConfigError
 from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
+from kit.engines.muon import orthogonalisation_flops
 from kit.estimate.fit import published
 from kit.estimate.theory.communication import (
     GroupLinks,
@@ -222,3 +223,33 @@ def test_every_site_gives_plausible_hardware():
             assert value > 0 or name in may_be_none, (site.name, name)
         assert hardware.matmul_flops_per_s < hardware.peak_flops_per_s
         assert hardware.node_bytes_per_s < hardware.memory_bytes_per_s
+
+
+def test_muon_products_have_flops_of_the_optimizer():
+    """At perfect efficiency, the products of Muon take the time of their FLOPs at the peak rate,
+    except for the few elements that the model adds to each dimension.
+    """
+    spec = ModelSpec.preset("llama3-8b")
+    kv = spec.num_kv_heads * spec.head_size
+    h, f = spec.hidden_size, spec.ffn_hidden_size
+    shapes = [(h, h), (h, h), (kv, h), (kv, h), (f, h), (f, h), (h, f)]
+    flops = sum(orthogonalisation_flops(*shape) for shape in shapes)
+    times = seconds(plan(), spec="llama3-8b", coefficients=PERFECT, muon=True)
+    layer_s, longest_s = times.orthogonalisation_s
+    assert layer_s == pytest.approx(flops / SELENE.attention_flops_per_s, rel=0.01)
+    longest = orthogonalisation_flops(f, h) / SELENE.attention_flops_per_s
+    assert longest_s == pytest.approx(longest, rel=0.01)
+
+
+def test_muon_is_shared_by_ranks_up_to_one_matrix_each():
+    """More ranks take less time, until each rank has one matrix."""
+    layouts = [
+        Plan(data_parallel=n, zero_stage=3, global_batch_size=4096, precision="bf16")
+        for n in (1, 8, 64, 4096)
+    ]
+    muon = seconds(*layouts, spec="llama3-8b", muon=True)
+    adamw = seconds(*layouts, spec="llama3-8b")
+    more = muon.optimizer_s - adamw.optimizer_s
+    assert (np.diff(more) < 0).all()
+    assert (more[3:] > muon.orthogonalisation_s[1][3:]).all()
+    assert muon.terms_s["gemm"] == pytest.approx(adamw.terms_s["gemm"])

@@ -252,6 +252,7 @@ def test_bayesian_search_beats_random_if_most_trials_fail(estimated):
     assert best > by_chance + 0.05
 
 
+@pytest.mark.slow
 def test_sensitivity_matches_shares_of_variance():
     space = {"a": (1, 2, 3, 4, 5), "nothing": (1, 2, 3), "b": (1, 2, 3, 4, 5), "one": ("only",)}
     trials = tune(lambda x: 3.0 * x["a"] + x["b"], space, num_trials=60, sampler="random")

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.site import Site
-from kit.estimate.fit import fitting, interval, published
+from kit.estimate.fit import fitting, interval, measured_rows, published
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.fit.fitting import Prior
 from kit.estimate.fit.published import FILE
@@ -130,10 +130,38 @@ def test_table_notes_rows_and_fitted_numbers(table):
 
 
 def test_shipped_coefficients_match_population_fit(everything):
+    stacks = validate.torch_code_bases().values()
     learned = validate.population_without(everything, None)
+    learned = fitting.torch_prior(learned, [measured_rows.published_rows(runs) for runs in stacks])
     shipped = Coefficients().to_dict()
     assert shipped == pytest.approx(dict(zip(NAMES, np.exp(learned.mean), strict=True)), rel=0.02)
     assert Prior.default().spread == pytest.approx(learned.spread, abs=0.02)
+
+
+def test_torch_prior_leaves_other_coefficients_unchanged():
+    code_bases = validate.torch_code_bases().values()
+    stacks = [measured_rows.published_rows(runs) for runs in code_bases]
+    prior = fitting.torch_prior(Prior.default(), stacks[:2])
+    place = NAMES.index("torch_factor")
+    for name in ("mean", "spread"):
+        old, new = getattr(Prior.default(), name), getattr(prior, name)
+        assert np.array_equal(np.delete(old, place), np.delete(new, place))
+        assert old[place] != new[place]
+
+
+def test_plain_torch_code_is_predicted_without_bias():
+    """KempnerForge ran FSDP2 and DTensor on H200. The runs of one model size, or of one number of
+    GPUs, are left out of each fit.
+    """
+    table = {each.name: each for each in validate.torch_rows()}
+    for group in ("model size", "number of GPUs"):
+        title = f"KempnerForge (FSDP2, DTensor), {group} held out"
+        assert table[f"{title}: mean error"].value < 0.05
+        assert table[f"{title}: size of the bias"].value < 0.02
+        assert table[f"{title}: 90 % interval holds"].value >= 0.85
+    left_out = "plain torch code, no run of its machine or stack"
+    assert table[f"{left_out}: mean error"].value < 0.12
+    assert table[f"{left_out}: 90 % interval holds"].value >= 0.85
 
 
 def test_population_fit_starts_from_guesses():
@@ -162,7 +190,7 @@ def test_each_fit_leaves_out_one_whole_group(everything, monkeypatch):
         return fitting.prior_only(prior)
 
     monkeypatch.setattr(validate.fitting, "fit", spy)
-    validate.held_out(machine, Prior.default())
+    validate.predict_left_out_runs(machine, Prior.default())
     assert len(seen) == 4 and all(len(sizes) == 3 for sizes in seen)
 
 
@@ -242,7 +270,7 @@ def test_validate_scores_few_readings_on_named_site(scored, published_rows):
     assert "27 published rows of this machine" in there.note
     assert there.value > table["elsewhere: mean error"].value
     slow = dict(gpu="MI250X-GCD", seconds_per_iter="5000", tflops_per_gpu="")
-    with pytest.raises(ConfigError, match=r"frontier: step time needs .*fp8"):
+    with pytest.raises(ConfigError, match=r"frontier lacks .*fp8"):
         scored([rows[0] | slow])
 
 
@@ -252,7 +280,7 @@ def test_row_without_site_numbers_is_left_out(scored, published_rows):
     strange = bridge[1] | asked | dict(precision="mxfp8")
     table = scored([*(row | asked for row in bridge), strange])
     unplaced = table["rows of a machine without numbers"]
-    assert unplaced.value == 1 and "dgx-h100: step time needs" in unplaced.note
+    assert unplaced.value == 1 and "dgx-h100 lacks" in unplaced.note
     assert "7 rows" in table["elsewhere: mean error"].note
     assert table["rows refused"].value == 0, "no layer offloaded is a number too"
 

@@ -4,7 +4,7 @@ one model, number of devices and batch. The candidates are the elements of one `
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,8 +114,12 @@ def candidates(
     if not mask.any():
         others = grid.select(allowed(grid, spec, DEFAULT_ENGINE))
         if len(others):
-            # Raises ConfigError with the rule of the engine that these layouts break.
-            others.plan(0, engine).check_shapes(spec)
+            # Raises ConfigError with a rule of the engine. The layout breaks as few rules as
+            # possible, if possible without a pipeline, so that the message names no value of which
+            # another layout is free.
+            num_broken = sum(_broken_by_rule(others, spec, engine))
+            keys = np.broadcast_arrays(others.pipeline_parallel, num_broken)
+            others.plan(int(np.lexsort(keys)[0]), engine).check_shapes(spec)
     mask &= _is_listed_once(grid, mask, node_devices)
     if not mask.any():
         raise ConfigError(_none_left(num_devices, limits))
@@ -127,12 +131,20 @@ def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
     the rules for plans (`PLAN_RULES`, `MODEL_RULES`) with this model and engine.
     """
     broken = np.zeros(layouts.shape, bool)
+    for is_broken in _broken_by_rule(layouts, spec, engine):
+        broken |= is_broken
+    return ~broken
+
+
+def _broken_by_rule(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Iterator[Array]:
+    """Yields one Boolean mask per rule of the engine. The mask is True for the layouts that break
+    the rule, and may be broadcast.
+    """
     capabilities = capabilities_of(engine)
     for rules, given in ((PLAN_RULES, (layouts,)), (MODEL_RULES, (layouts, spec))):
         for rule in rules:
             if rule.applies_to(capabilities):
-                broken |= rule.breaks(*given)
-    return ~broken
+                yield np.asarray(rule.breaks(*given))
 
 
 def _is_listed_once(layouts: Layouts, mask: Array, node_devices: int) -> Array:
@@ -172,13 +184,14 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
     for name, values in only.items():
         if name not in SEARCHED_FIELDS:
             raise ConfigError(
-                f"search.only.{name}: unknown. Allowed: {', '.join(sorted(SEARCHED_FIELDS))}."
+                f"plan.{name}: unknown to the search for a layout. Allowed:"
+                f" {', '.join(sorted(SEARCHED_FIELDS))}."
             )
         limits[name] = (values,) if isinstance(values, str | int) else tuple(values)
         allowed = SEARCHED_FIELDS[name]
         if isinstance(allowed, tuple) and not set(limits[name]) <= set(allowed):
             raise ConfigError(
-                f"search.only.{name}: {limits[name]} is not allowed. Allowed: {', '.join(allowed)}."
+                f"plan.{name}: {limits[name]} is not allowed. Allowed: {', '.join(allowed)}."
             )
     return limits
 
@@ -318,6 +331,21 @@ def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:
     )
 
 
+def _why_no_degree(spec: ModelSpec, limits: dict[str, tuple], engine: EngineName) -> str:
+    """Returns why the model cannot be split by the requested tensor parallel degrees, as sentences
+    that begin with a space. Returns "" if one of them can split it, or if none is requested.
+    """
+    reasons = []
+    for degree in limits.get("tensor_parallel", ()):
+        try:
+            Plan(tensor_parallel=degree, engine=engine).check_shapes(spec)
+        except ConfigError as error:
+            reasons.append(f" {error}")
+        else:
+            return ""
+    return "".join(dict.fromkeys(reasons))
+
+
 def _why_none(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> str:
@@ -325,7 +353,7 @@ def _why_none(
     message states the nearest batch and the nearest number of devices that have a layout.
     """
     if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
-        return _none_left(num_devices, limits)
+        return f"{_none_left(num_devices, limits)}{_why_no_degree(spec, limits, engine)}"
     replicas = set()
     for t in _tensor_degrees(spec, num_devices, engine):
         for p in divisors(num_devices // t):

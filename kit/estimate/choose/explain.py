@@ -1,5 +1,6 @@
-"""Explanations of a layout that a search found: what limits its speed, on which changed machines
-another layout would be faster, and the prediction error for the most similar published run.
+"""Explanations of a layout that a search found: what limits its speed, on which hypothetical
+machines (with other memory or links) another layout would be faster, and the prediction error for
+the most similar published run.
 """
 
 import dataclasses
@@ -11,25 +12,36 @@ import numpy as np
 from cluster.record import html_table
 from kit.config.plan import Plan
 from kit.errors import ConfigError
-from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
-from kit.estimate.choose.search import Search, describe_layout, interval_text, seconds_text
+from kit.estimate.choose.budget import Budget
+from kit.estimate.choose.nearest import NearestRun, measured_mfu, nearest_run
+from kit.estimate.choose.search import (
+    BELIEVABLE_SHARE,
+    Search,
+    describe_layout,
+    executed_flops_per_token,
+    interval_text,
+    seconds_text,
+)
 from kit.estimate.theory.schedule import simulate_plan
 
 SHORTLIST = 2000
 """Largest number of layouts that are evaluated on a changed machine. They are the fastest layouts
 that fit in its memory. The limit saves time."""
-WITHIN_REACH = 1.5
+MAX_MEMORY_RATIO = 1.5
 """Largest memory of a layout that is too large for the device but is still considered, as a
 multiple of the device's memory. If such a layout would be faster, the explanation says that memory
 limits the chosen layout. Larger layouts are ignored, since no small change of the machine makes
 them fit."""
-FAR = 4.0
-"""Largest `Nearest.distance`, without unit, between a layout and the most similar published run.
+MAX_RUN_DISTANCE = 4.0
+"""Largest `NearestRun.distance`, without unit, between a layout and the most similar published run.
 Above it, a warning calls the prediction outside the measured range."""
 PCIE_BYTES_PER_S = 64e9
 """Bytes/s in each direction between a GPU and its host over 16 lanes of PCIe 5 (PCI-SIG). H100,
 H200, B200 and MI300X have this link. It limits the offload of optimizer states, which are copied to
 the GPU and back in each step. At best the two copies overlap."""
+LONG_SEQUENCE = 16_384
+"""Smallest sequence length, in tokens, at which layouts with context parallelism are tried in
+addition."""
 ROUNDING = 1e-6
 """Largest relative difference of two step times that counts as a rounding error."""
 SIMULATED_ROUNDS = 6
@@ -76,7 +88,7 @@ class Explanation:
     other_choices: tuple[str, ...]
     """Descriptions of layouts that would be faster on changed machines, and of the fastest layout
     with other tensor or pipeline parallel degrees."""
-    nearest: Nearest
+    nearest: NearestRun
     """Published run most similar to the layout, with the error of its predicted step time."""
     other_engines: tuple[str, ...]
     """Possible gains from features that the kit's engines do not have: context parallelism, overlap
@@ -86,20 +98,20 @@ class Explanation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class RecommendedLayout:
     """One layout that a search recommends, with its plan, predicted times and memory."""
 
     search: Search
     index: int
-    tokens: float | None
-    """Training budget in tokens, from which days and price are computed. If None, they are not
+    budget: Budget | None
+    """Tokens, days or money of the training, which determine each other. If None, they are not
     computed."""
     plan: Plan
     """Plan of the layout, with all settings with which the engine trains it."""
     row: dict[str, Any]
     """Maps column names to the numbers of the layout: fields of the plan, step time, memory, risk,
-    MFU, HFU and tokens per second. If a token budget is given, days and price in USD are
-    included."""
+    MFU, HFU, tokens per second, and tokens per USD (None if the price is unknown). If a budget is
+    given, tokens, days and price in USD are included."""
     time_terms_s: dict[str, float]
     """Maps each term of the modelled step time, e.g. `gemm`, to its seconds. The largest term comes
     first. The seconds add up to the step time."""
@@ -112,8 +124,8 @@ class Answer:
 
     @classmethod
     def of(
-        cls, search: Search, index: int, tokens: float | None, batch_advice: str | None
-    ) -> "Answer":
+        cls, search: Search, index: int, budget: Budget | None, batch_advice: str | None
+    ) -> "RecommendedLayout":
         """Returns the predicted times, the memory and the plan of the layout that has the position
         `index` in `search.layouts`.
         """
@@ -128,14 +140,15 @@ class Answer:
         row = search.row(index)
         row["tokens_per_s"] = float(step_time.tokens_per_s[0])
         row["hfu"] = _hfu(search, index, plan)
-        if tokens is not None:
-            price = float(step_time.price(tokens)[0])
-            row["days"] = float(step_time.days(tokens)[0])
-            row["price_usd"] = None if math.isnan(price) else price
+        price = search.num_devices * float(search.machine.hardware.price_per_device_hour)
+        usd_per_hour = None if math.isnan(price) else price
+        row["tokens_per_usd"] = usd_per_hour and 3600 * row["tokens_per_s"] / usd_per_hour
+        if budget is not None:
+            row |= budget.use(row["tokens_per_s"], usd_per_hour)
         return cls(
             search=search,
             index=index,
-            tokens=tokens,
+            budget=budget,
             plan=plan,
             row=row,
             time_terms_s=dict(sorted(time_terms_s.items(), key=lambda item: -item[1])),
@@ -144,8 +157,9 @@ class Answer:
         )
 
     def explain(self) -> Explanation:
-        """Returns the explanation of the layout. The method simulates the pipeline's schedule and
-        evaluates the fastest layouts on changed machines, which takes about 0.1 s.
+        """Returns the explanation why this layout is the fastest. The method simulates the
+        pipeline's schedule, and evaluates the fastest layouts on hypothetical machines, such as one
+        with a faster network. It takes about 0.1 s.
         """
         machine = self.search.machine
         simulated_share = self._simulate_schedule()
@@ -210,21 +224,19 @@ class Answer:
             ("step", f"{step_s} s, 90 % interval {interval_text(row)} s"),
             ("times", str(self.search.machine.calibration)),
             ("rate", rate + self._peak_note()),
-            (
-                "memory",
-                f"{used_gib:.1f} GiB a device, risk {row['out_of_memory_probability']:.1%}",
-            ),
         ]
-        if self.tokens is not None:
-            cost = f"{row['days']:,.1f} days"
-            if row["price_usd"] is not None:
-                cost += f", {row['price_usd']:,.0f} USD"
-            facts.append((f"{self.tokens:.3g} tokens", cost))
+        if self.search.spec.num_local_layers:
+            facts.append(("MFU and HFU", self._window_note()))
+        risk = row["out_of_memory_probability"]
+        facts.append(("memory", f"{used_gib:.1f} GiB a device, risk {risk:.1%}"))
+        if self.budget is not None:
+            text = self.budget.text(row, self.search.spec.num_params)
+            facts.append((self.budget.label, text))
         facts.append(("limited by", explanation.limited_by))
-        facts.append(("nearest measured run", str(explanation.nearest)))
+        facts.append(("nearest published run", str(explanation.nearest)))
         facts += [("other choice", text) for text in explanation.other_choices]
         gains = "; ".join(explanation.other_engines)
-        facts.append(("other engines", f"not by the kit's engines: {gains}"))
+        facts.append(("other engines", f"features that the kit's engines lack: {gains}"))
         facts += [("warning", text) for text in explanation.warnings]
         return facts
 
@@ -241,18 +253,36 @@ class Answer:
         mfu = self.row["mfu"] * float(machine.hardware.peak_flops_per_s) / peak
         return f" of the peak in bf16 (MFU {mfu:.1%} of that in {precision})"
 
+    def _window_note(self) -> str:
+        """Returns the reason why MFU and HFU of a model with attention windows differ without
+        recomputation.
+        """
+        spec = self.search.spec
+        return (
+            f"differ without recomputation too: {spec.num_local_layers} of {spec.num_layers} layers"
+            f" have an attention window. MFU counts the {spec.sliding_window:,} keys of the window"
+            f" for each token, HFU all {spec.sequence_length:,} keys of the sequence, which the"
+            " kit's attention computes and then masks"
+        )
+
     def _repr_html_(self) -> str:
         return html_table(
             f"{self.search.spec.name} on {self.search.machine.site.name}", self.facts()
         )
 
 
-def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> list[Answer]:
+def answers(
+    search: Search,
+    count: int = 5,
+    *,
+    tokens: float | None = None,
+    budget: Budget | None = None,
+) -> list[RecommendedLayout]:
     """Returns the `count` fastest feasible layouts with their plans, times and memory, fastest
     first. The list is shorter if fewer layouts are feasible.
 
     `tokens` is the training budget in tokens. If it is given, the days and the price of the
-    training are computed for each layout.
+    training are computed for each layout. `budget` may state days or money instead.
 
     Raises:
         ConfigError: `count` or `tokens` is below 1.
@@ -262,28 +292,31 @@ def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> l
         raise ConfigError(
             f"search.answers: count {count}, tokens {tokens} are not allowed. Give numbers from 1."
         )
+    if tokens is not None:
+        budget = Budget(tokens=tokens)
     batch_advice = search.advise_batch()
-    return [Answer.of(search, int(index), tokens, batch_advice) for index in search.fastest(count)]
+    return [
+        RecommendedLayout.of(search, int(index), budget, batch_advice)
+        for index in search.fastest(count)
+    ]
 
 
 def _hfu(search: Search, index: int, plan: Plan) -> float:
     """Returns the modelled hardware FLOPs utilization (HFU) of a layout as a fraction of the bf16
-    peak. HFU counts recomputed operations, MFU does not.
+    peak. HFU counts recomputed operations and masked keys outside attention windows, MFU counts
+    neither.
     """
-    spec = search.spec
-    executed_flops = spec.hardware_flops_per_token(
-        plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
-    )
-    return search.mfu(index) * executed_flops / spec.flops_per_token()
+    executed_flops = executed_flops_per_token(search.spec, plan)
+    return search.mfu(index) * executed_flops / search.spec.flops_per_token()
 
 
-def _limit(answer: Answer) -> str:
+def _limit(answer: RecommendedLayout) -> str:
     """Returns a text with the reason why the step of the layout is not faster: memory, or the
     largest loss of time.
     """
     search = answer.search
     capacity = float(search.machine.hardware.memory_bytes)
-    in_reach = ~search.feasible & (search.used_bytes <= WITHIN_REACH * capacity)
+    in_reach = ~search.feasible & (search.used_bytes <= MAX_MEMORY_RATIO * capacity)
     rows = np.flatnonzero(in_reach)
     if len(rows):
         fastest = int(rows[np.argmin(search.step_time_s[rows])])
@@ -291,8 +324,9 @@ def _limit(answer: Answer) -> str:
         if gain > 0.01:
             layout = describe_layout(search.row(fastest))
             return (
-                f"memory: {layout} would be {gain:.0%} faster, but uses "
-                f"{search.used_bytes[fastest] / 2**30:.0f} GiB of {capacity / 2**30:.0f} GiB"
+                f"memory: {layout} would be {gain:.0%} faster, but needs "
+                f"{search.used_bytes[fastest] / 2**30:.0f} GiB, and a device has"
+                f" {capacity / 2**30:.0f} GiB"
             )
     terms = answer.time_terms_s
     total_s = sum(terms.values())
@@ -304,7 +338,9 @@ def _limit(answer: Answer) -> str:
     )
 
 
-def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
+def _choice_on_changed_machine(
+    answer: RecommendedLayout, name: str, factors: dict[str, float]
+) -> str | None:
     """Returns a text that names the fastest layout on a changed machine. Returns None if the layout
     of `answer` is at most about 1 % slower than the fastest layout.
 
@@ -314,25 +350,27 @@ def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, flo
     hardware = search.machine.hardware
     values = {field: getattr(hardware, field) * factor for field, factor in factors.items()}
     machine = dataclasses.replace(search.machine, hardware=dataclasses.replace(hardware, **values))
-    fits = np.flatnonzero(search.used_bytes <= machine.most_bytes(search.max_risk))
+    fits = np.flatnonzero(search.used_bytes <= machine.max_used_bytes(search.max_risk))
     if not len(fits):
         return f"with {name}, no layout fits"
-    rows = fits[np.argsort(search.step_time_s[fits])[:SHORTLIST]]
-    if answer.index in fits:
-        rows = np.union1d(rows, [answer.index])
+    is_tried = np.zeros(len(search.layouts), bool)
+    is_tried[fits[np.argsort(search.step_time_s[fits])[:SHORTLIST]]] = True
+    is_tried[answer.index] |= answer.index in fits
+    rows = np.flatnonzero(is_tried)
     times_s = np.broadcast_to(machine.step_time(search.layouts.select(rows)).total_s, rows.shape)
     fastest_s = float(times_s.min())
     best = int(rows[times_s.argmin()])
     layout = describe_layout(search.row(best))
     if answer.index not in rows:
-        return f"with {name}, this layout does not fit; {layout} takes {fastest_s:.4g} s"
+        seconds = seconds_text(fastest_s)
+        return f"with {name}, this layout does not fit; {layout} takes {seconds} s"
     answer_s = float(times_s[np.searchsorted(rows, answer.index)])
     if best == answer.index or fastest_s > 0.99 * answer_s:
         return None
     return f"with {name}, {layout} is {1 - fastest_s / answer_s:.0%} faster"
 
 
-def _choice_with_other_degrees(answer: Answer) -> str | None:
+def _choice_with_other_degrees(answer: RecommendedLayout) -> str | None:
     """Returns a text that names the fastest feasible layout with another tensor or pipeline
     parallel degree than the layout of `answer`. Returns None if no such layout is feasible.
     """
@@ -349,10 +387,13 @@ def _choice_with_other_degrees(answer: Answer) -> str | None:
     fastest = int(rows[0])
     slower = search.step_time_s[fastest] / search.step_time_s[answer.index] - 1
     layout = describe_layout(search.row(fastest))
-    return f"with other degrees, the fastest is {layout}: {slower:+.1%} time"
+    return (
+        f"with other degrees of tensor or pipeline parallelism, the fastest is {layout}: step"
+        f" time {slower:+.1%}"
+    )
 
 
-def _gains_of_other_engines(answer: Answer) -> tuple[str, ...]:
+def _gains_of_other_engines(answer: RecommendedLayout) -> tuple[str, ...]:
     """Returns texts with the possible gains from context parallelism, overlap of collectives and
     offload, which the kit's engines do not have.
     """
@@ -364,16 +405,30 @@ def _gains_of_other_engines(answer: Answer) -> tuple[str, ...]:
     gain = overlapped_s / answer.row["step_time_s"] - 1
     optimizer_bytes = answer.memory_terms_bytes["optimizer"]
     activation_bytes = answer.memory_terms_bytes["activations"]
+    texts = []
+    search = answer.search
+    by_context = None
+    if search.spec.sequence_length >= LONG_SEQUENCE:
+        by_context = search.with_context_parallel()
+    if by_context is not None:
+        best = by_context.row(int(by_context.order[0]))
+        context_gain = best["step_time_s"] / answer.row["step_time_s"] - 1
+        seconds = seconds_text(best["step_time_s"])
+        texts.append(
+            f"context parallelism ({describe_layout(best)}: {seconds} s, step time"
+            f" {context_gain:+.1%})"
+        )
     return (
-        "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
-        f"overlap of collectives with computation ({gain:+.1%} time)",
-        f"offload of optimizer states ({optimizer_bytes / 2**30:.1f} GiB less a device; at PCIe"
-        f" 5's 64 GB/s they need at least {seconds_text(optimizer_bytes / PCIE_BYTES_PER_S, 2)} s a"
-        f" step), or of activations (at most {activation_bytes / 2**30:.1f} GiB)",
+        *texts,
+        f"overlap of collectives with computation (step time {gain:+.1%})",
+        f"offload of optimizer states ({optimizer_bytes / 2**30:.1f} GiB less a device; copying"
+        " them over PCIe 5 at 64 GB/s takes at least"
+        f" {seconds_text(optimizer_bytes / PCIE_BYTES_PER_S, 2)} s a step), or of activations (at"
+        f" most {activation_bytes / 2**30:.1f} GiB less)",
     )
 
 
-def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[str]:
+def _warnings(answer: RecommendedLayout, simulated_share: float, nearest: NearestRun) -> list[str]:
     """Returns texts with reasons to distrust the prediction for the layout of `answer`. The most
     general reasons come first.
     """
@@ -395,11 +450,13 @@ def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[
     hardware = search.machine.hardware
     ceiling = site.device.matmul_flops_per_s.get("bf16")
     rate = row["hfu"] * float(hardware.peak_flops_per_s)
-    if ceiling and rate > 0.9 * ceiling.value and not hardware.is_narrow:
+    if ceiling and rate > BELIEVABLE_SHARE * ceiling.value and not hardware.is_narrow:
+        believable_s = seconds_text(float(search.believable_step_s[answer.index]))
         texts.append(
             f"{rate / 1e12:.0f} TFLOP/s per device is not believable: no matrix product was"
-            f" seen above {ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of"
-            " this machine."
+            f" seen above {ceiling.value / 1e12:.0f} ({ceiling.source}). The layout is ranked as if"
+            f" a step took {believable_s} s, at {BELIEVABLE_SHARE:.0%} of this rate. Calibrate on a"
+            " run of this machine."
         )
     best_mfu = measured_mfu(site.device.name, plan.precision)
     if best_mfu and row["mfu"] > best_mfu:
@@ -418,18 +475,18 @@ def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[
     if answer.batch_advice:
         texts.append(answer.batch_advice)
     measured_s = row["step_time_s"] / (1 + nearest.residual)
-    if nearest.distance > FAR:
+    if nearest.distance > MAX_RUN_DISTANCE:
         texts.append("no published run is near: a prediction outside the measured range.")
     elif not row["step_time_low_s"] <= measured_s <= row["step_time_high_s"]:
         texts.append(
-            "the nearest measured run is missed by more than the interval allows. Its machine"
-            f" is predicted with the efficiencies of {site.name}: trust the interval only as"
-            " far as these hold."
+            "the step time of the nearest published run is missed by more than the interval"
+            f" allows. Its machine is predicted with the efficiencies of {site.name}: trust the"
+            " interval only as far as these hold."
         )
     return texts
 
 
-def _wide_tensor_warnings(answer: Answer) -> list[str]:
+def _wide_tensor_warnings(answer: RecommendedLayout) -> list[str]:
     """Returns warnings about tensor parallel groups that span several nodes, in the layout of
     `answer` and in the other layouts among the five fastest of the search.
     """
@@ -447,7 +504,7 @@ def _wide_tensor_warnings(answer: Answer) -> list[str]:
         )
     untried_degrees = set()
     for other in search.fastest(5):
-        untried = search.prediction(int(other)).untried
+        untried = search.prediction(int(other)).unmeasured_features
         if other != answer.index and "tensor parallelism across nodes" in untried:
             untried_degrees.add(int(search.layouts.tensor_parallel[other]))
     texts += [

@@ -1,7 +1,8 @@
-"""Figures of the planner: memory of each pipeline device, shares of the step time, the Pareto front
-of step time and memory, and errors of predicted step times.
+"""Figures of the planner: memory of each pipeline device, shares of the step time, fitted
+coefficients, the Pareto front of step time and memory, and errors of predicted step times.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,10 @@ import numpy as np
 
 from cluster.record import counted
 from kit.estimate.choose.search import Search
+from kit.estimate.fit.calibrate import Calibration
+from kit.estimate.fit.fitting import HIGH, LOW
+from kit.estimate.fit.interval import NORMAL
+from kit.estimate.theory.hardware import NAMES, Coefficients
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.memory import StageMemory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
@@ -162,6 +167,69 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
         {"step": title} | {name: float(column[i]) for name, column in seconds.items()}
         for i, title in enumerate(terms)
     ]
+
+
+def coefficients_figure(calibration: Calibration) -> tuple[Any, Rows]:
+    """Returns (figure, rows). The figure shows the 90 % interval of each coefficient before the fit
+    (prior) and after it (posterior), relative to the mean of the prior. The coefficient whose
+    interval the runs narrowed most is on top. The rows are a table of the coefficients.
+
+    In the rows, `value` is the fitted value. `low` and `high` are the ends of the interval of the
+    posterior. `narrowed_to` is the standard deviation of the posterior over that of the prior, both
+    on the log scale. An interval ends at the physical bounds of its coefficient.
+    """
+    prior = calibration.prior
+    deviation = np.sqrt(np.diag(calibration.covariance))
+    value = np.array([getattr(calibration.coefficients, name) for name in NAMES])
+    mean = np.exp(prior.mean)
+    prior_low, prior_high = _interval(prior.mean, prior.spread)
+    low, high = _interval(np.log(value), deviation)
+    columns = {
+        "coefficient": np.array(NAMES),
+        "meaning": np.array([each.metadata["doc"] for each in dataclasses.fields(Coefficients)]),
+        "value": value,
+        "low": low,
+        "high": high,
+        "prior": mean,
+        "prior_low": prior_low,
+        "prior_high": prior_high,
+        "narrowed_to": deviation / prior.spread,
+    }
+    order = np.argsort(columns["narrowed_to"], kind="stable")
+    ordered = {name: column[order] for name, column in columns.items()}
+    mean = ordered["prior"]
+    places = np.arange(len(NAMES))
+    with new_figure(height=0.26 * len(NAMES) + 1.4) as (figure, axis):
+        axis.axvline(1, color=GREY, linewidth=1)
+        for start, shift, colour, label in (
+            ("prior_", -0.17, GREY, "prior: before the runs"),
+            ("", 0.17, BLUE, "posterior: after the runs"),
+        ):
+            ends = ordered[f"{start}low"] / mean, ordered[f"{start}high"] / mean
+            axis.hlines(places + shift, *ends, color=colour, linewidth=3, label=label)
+        axis.plot(ordered["value"] / mean, places + 0.17, "o", color=GROUND, markeredgecolor=BLUE)
+        axis.set(
+            title=f"90 % intervals of the coefficients, {calibration.label}",
+            xlabel="relative to the mean of the prior (ring and number: fitted value)",
+            xscale="log",
+            ylim=(len(NAMES) - 0.4, -0.6),
+        )
+        plain_ticks(axis)
+        axis.set_yticks(places, ordered["coefficient"])
+        fitted = axis.secondary_yaxis("right")
+        fitted.set_yticks(places, [f"{each:.3g}" for each in ordered["value"]])
+        figure.legend(loc="outside lower left", ncols=2)
+    cells = zip(*(column.tolist() for column in ordered.values()), strict=True)
+    return figure, [dict(zip(ordered, row, strict=True)) for row in cells]
+
+
+def _interval(mean: Array, deviation: Array) -> tuple[Array, Array]:
+    """Returns (low, high), the ends of the 90 % interval of each coefficient. `mean` and
+    `deviation` are those of its logarithm.
+    """
+    low = np.clip(mean - NORMAL * deviation, LOW, HIGH)
+    high = np.clip(mean + NORMAL * deviation, LOW, HIGH)
+    return np.exp(low), np.exp(high)
 
 
 def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) -> tuple[Any, Rows]:

@@ -90,7 +90,7 @@ class Machine:
             used_bytes[rows] = self.memory(chunk).used_bytes
         return time_s, used_bytes
 
-    def most_bytes(self, max_risk: float) -> float:
+    def max_used_bytes(self, max_risk: float) -> float:
         """Returns the largest modelled memory in bytes per device for which the probability of
         running out of memory is at most `max_risk`.
         """

@@ -15,6 +15,7 @@ import numpy as np
 
 from cluster.site import Device
 from kit.config.plan import Plan
+from kit.config.recipe import Optimizer
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, kit_command
 from kit.estimate.theory.activations import engine_kernels
@@ -31,7 +32,7 @@ SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class PlanChange:
     """A change of the plan. `used_bytes` is the estimated memory of the changed plan on the device
     that needs most memory.
     """
@@ -57,7 +58,11 @@ def memory_advice(run: Run) -> str:
     change is followed by the estimated memory.
     """
     now, *options = estimate_options(
-        run.spec, run.plan, [{}, *memory_saving_changes(run.spec, run.plan)], run.site.device
+        run.spec,
+        run.plan,
+        [{}, *memory_saving_changes(run.spec, run.plan)],
+        run.site.device,
+        optimizer=run.recipe.optimizer,
     )
     smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
     memory_bytes = run.site.device.memory_bytes
@@ -106,23 +111,30 @@ def memory_saving_changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
 
 
 def estimate_options(
-    spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: Device
-) -> list[Option]:
+    spec: ModelSpec,
+    plan: Plan,
+    tried: list[dict[str, Any]],
+    device: Device,
+    *,
+    optimizer: Optimizer = "adamw",
+) -> list[PlanChange]:
     """Returns one option per change in `tried`, with the estimated bytes of the device that needs
-    most memory.
+    most memory with an optimizer.
 
     The planner models bf16. For fp32, the bytes of tensors that are allocated and freed in each
     step are doubled.
     """
     plans = [plan.replace(**change) for change in tried]
-    layouts = Layouts.of(spec, plans)
+    layouts = Layouts.of(spec, plans, muon=optimizer == "muon")
     is_fp32 = plan.precision == "fp32"
     conventions = {
         convention_of(layout.precision, layout.engine, layout.zero_stage) for layout in plans
     }
     if len(conventions) > 1:
         return [
-            option for change in tried for option in estimate_options(spec, plan, [change], device)
+            option
+            for change in tried
+            for option in estimate_options(spec, plan, [change], device, optimizer=optimizer)
         ]
     (convention,) = conventions
     reserve = NO_RESERVE if "CPU" in device.name else RESERVE
@@ -136,7 +148,7 @@ def estimate_options(
         width = 2 if is_fp32 and is_temporary else 1
         used_bytes = used_bytes + np.asarray(value) * width
     return [
-        Option(change, float(option_bytes))
+        PlanChange(change, float(option_bytes))
         for change, option_bytes in zip(tried, np.ravel(used_bytes), strict=True)
     ]
 

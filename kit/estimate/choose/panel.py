@@ -21,7 +21,7 @@ from kit.errors import ConfigError
 from kit.estimate.choose.figures import breakdown_figure, memory_figure
 from kit.estimate.choose.machine import Machine, machine_of
 from kit.estimate.choose.search import seconds_text
-from kit.estimate.fit.calibrate import published_calibration
+from kit.estimate.fit.calibrate import own_calibration
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import StageMemory, memory_by_stage
@@ -427,7 +427,7 @@ def _image(png: bytes, *, alt: str) -> str:
 @lru_cache(maxsize=4)
 def _machine(site: str, engine: EngineName) -> Machine:
     loaded = Site.load(site)
-    return machine_of(loaded, published_calibration(loaded), engine=engine)
+    return machine_of(loaded, own_calibration([], loaded), engine=engine)
 
 
 def _is_known(site: str) -> bool:

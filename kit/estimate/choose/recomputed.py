@@ -11,10 +11,10 @@ from kit.estimate.theory.layouts import RECOMPUTE, Array, Layouts
 
 NONE = RECOMPUTE.index("none")
 FULL = RECOMPUTE.index("full")
-MOST = 200
+MAX_LAYOUTS = 200
 """Largest number of layouts for which partial recomputation is tried: the fastest layouts that
 recompute all blocks and fit in memory."""
-PARTS = 16
+NUM_FRACTIONS = 16
 """Number of partial recomputations that are tried per layout: 0/16 to 15/16 of the blocks of a
 device are recomputed."""
 
@@ -24,15 +24,15 @@ def with_some_recomputed(
     time_s: Array,
     used_bytes: Array,
     evaluate: Callable[[Layouts], tuple[Array, Array]],
-    most_bytes: float,
+    max_used_bytes: float,
     equal_stages: bool,
 ) -> tuple[Layouts, Array, Array]:
     """Returns (layouts, step times in seconds, used bytes). The result has the given layouts first,
     then the added layouts, which recompute only some blocks.
 
     Partial recomputation is tried for the fastest feasible layouts that recompute all blocks, at
-    most `MOST` layouts. Of each layout, a copy is added that recomputes the smallest number of
-    blocks with which it fits in `most_bytes`. No copy is added of a layout that fits without
+    most `MAX_LAYOUTS` layouts. Of each layout, a copy is added that recomputes the smallest number
+    of blocks with which it fits in `max_used_bytes`. No copy is added of a layout that fits without
     recomputation.
 
     A block that is not recomputed saves the time of one forward pass and keeps its activations in
@@ -40,12 +40,13 @@ def with_some_recomputed(
     `equal_stages`, all stages of a device recompute an equal number of blocks, as Megatron-Core
     does: its option sets the number of blocks per stage.
     """
-    rows = np.flatnonzero((layouts.recompute == FULL) & (used_bytes <= most_bytes))
-    rows = rows[np.argsort(time_s[rows], kind="stable")][:MOST]
+    rows = np.flatnonzero((layouts.recompute == FULL) & (used_bytes <= max_used_bytes))
+    rows = rows[np.argsort(time_s[rows], kind="stable")][:MAX_LAYOUTS]
     some, origin = _with_fewer(layouts.select(rows), equal_stages)
     some_s, some_bytes = evaluate(some)
-    fits = np.flatnonzero(some_bytes <= most_bytes)
-    fewest = fits[np.unique(origin[fits], return_index=True)[1]]
+    fits = np.flatnonzero(some_bytes <= max_used_bytes)
+    # `origin` is ascending, so the first element of each run of equal values has the fewest blocks.
+    fewest = fits[np.diff(origin[fits], prepend=-1) > 0]
     fewest = fewest[some.recompute_layers[fewest] > 0]
     return (
         layouts.followed_by(some.select(fewest)),
@@ -62,8 +63,8 @@ def _with_fewer(layouts: Layouts, equal_stages: bool) -> tuple[Layouts, Array]:
     The copies of one layout are in ascending order of recomputed blocks.
     """
     step = np.broadcast_to(layouts.virtual_stages if equal_stages else 1.0, layouts.shape)[:, None]
-    blocks = np.broadcast_to(layouts.most_layers, layouts.shape)[:, None]
-    counts = np.ceil(blocks / step * np.arange(PARTS) / PARTS) * step
+    blocks = np.broadcast_to(layouts.max_layers_per_device, layouts.shape)[:, None]
+    counts = np.ceil(blocks / step * np.arange(NUM_FRACTIONS) / NUM_FRACTIONS) * step
     is_new = (np.diff(counts, prepend=-1) > 0) & (counts < blocks)
     origin = np.nonzero(is_new)[0]
     counts = counts[is_new]

@@ -17,6 +17,7 @@ import numpy as np
 from cluster.record import counted
 from cluster.site import Site
 from kit.config.plan import Plan, Precision
+from kit.config.recipe import Optimizer
 from kit.config.rules import SPLIT_SCHEDULES
 from kit.config.spec import ModelSpec
 from kit.engines.build import check_site
@@ -38,6 +39,13 @@ EXACT_LAYOUTS = 2000
 """Number of the fastest feasible layouts whose time and memory are computed again in float64.
 Float32 is precise enough to find these layouts. With float64, a report shows exactly the values
 that `step_time`, `memory` and the notebook panel compute for the plan."""
+CONTEXT_DEGREES = (2, 4, 8)
+"""Context parallel degrees that are tried if the user names none, where no layout without context
+parallelism fits in memory or sequences are long."""
+BELIEVABLE_SHARE = 0.9
+"""Largest believable ratio of the FLOP/s that a layout executes, with recomputation, to the FLOP/s
+of the best matrix product ever measured on the device. A step also has work other than large matrix
+products. None of the 1,509 packaged runs in bf16 or fp16 on such devices executes more."""
 NOTABLE = 1.1
 """Smallest speedup at which another batch is recommended: sequences per second with the other
 batch, divided by sequences per second with the present batch."""
@@ -91,15 +99,36 @@ class Search:
         """Boolean mask with one element per layout. It is True if the probability of running out of
         memory is at most `max_risk`.
         """
-        return self.used_bytes <= self.machine.most_bytes(self.max_risk)
+        return self.used_bytes <= self.machine.max_used_bytes(self.max_risk)
 
     @cached_property
     def order(self) -> Array:
         """Indices of the feasible layouts, fastest first. Of equally fast layouts, the layout with
-        the least memory comes first.
+        the least memory comes first. A layout is not ranked as faster than `believable_step_s`.
         """
         rows = np.flatnonzero(self.feasible)
-        return rows[np.lexsort((self.used_bytes[rows], self.step_time_s[rows]))]
+        time_s = np.maximum(self.step_time_s[rows], self.believable_step_s[rows])
+        return rows[np.lexsort((self.used_bytes[rows], self.step_time_s[rows], time_s))]
+
+    @cached_property
+    def believable_step_s(self) -> Array:
+        """Seconds per step of layouts that are predicted as faster than believable. Their devices
+        would execute more than BELIEVABLE_SHARE of the FLOP/s of the best matrix product ever
+        measured on such a device. The value is the step time at this share. For all other layouts
+        it is 0, and also if no product was measured or products are narrower than bf16.
+        """
+        ceiling = self.machine.site.device.matmul_flops_per_s.get("bf16")
+        seconds = np.zeros(len(self.layouts))
+        if ceiling is None or self.machine.hardware.is_narrow:
+            return seconds
+        tokens = self.global_batch_size * self.spec.sequence_length
+        tokens_per_flop_s = tokens / (self.num_devices * BELIEVABLE_SHARE * ceiling.value)
+        most_flops = self.spec.hardware_flops_per_token("full", whole=True)
+        for index in np.flatnonzero(self.step_time_s < most_flops * tokens_per_flop_s):
+            flops = executed_flops_per_token(self.spec, self.plan(int(index)))
+            least_s = flops * tokens_per_flop_s
+            seconds[index] = least_s if self.step_time_s[index] < least_s else 0.0
+        return seconds
 
     @cached_property
     def pareto(self) -> Array:
@@ -131,6 +160,14 @@ class Search:
         except ConfigError:
             return None
         return found if found.feasible.any() else None
+
+    def with_context_parallel(self) -> "Search | None":
+        """Returns a new search of layouts with context parallelism. Returns None if none fits in
+        memory, or if `only` names context parallelism already.
+        """
+        if "context_parallel" in self.only:
+            return None
+        return self.with_changes(only={**self.only, "context_parallel": CONTEXT_DEGREES})
 
     def advise_batch(self) -> str | None:
         """Returns a text that recommends another batch, or None if no other batch is much faster.
@@ -236,12 +273,14 @@ class Search:
         layouts, and number of runs on which the step times are calibrated.
         """
         precision = "" if self.precision == "bf16" else f" in {self.precision}"
+        if np.any(self.layouts.muon):
+            precision += " with Muon"
         return (
             f"{self.spec.name} on {counted(self.num_devices, 'device')} of {self.machine.site.name}"
             f" with engine {self.engine}{precision}, {counted(self.global_batch_size, 'sequence')}"
             f" of {self.spec.sequence_length:,} tokens: {len(self.order):,} of"
-            f" {len(self.layouts):,} layouts within risk {self.max_risk:.0%};"
-            f" {self.machine.calibration.label}"
+            f" {len(self.layouts):,} layouts have at most {self.max_risk:.0%} risk of"
+            f" running out of memory; {self.machine.calibration.label}"
         )
 
     def _repr_html_(self) -> str:
@@ -264,6 +303,7 @@ def search(
     calibration: Calibration | None = None,
     kernels: Kernels | None = None,
     code_base: str = "kit",
+    optimizer: Optimizer = "adamw",
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
@@ -285,9 +325,10 @@ def search(
             kernels of `code_base` are described.
         code_base: Training code whose kernels, schedules and overlap are assumed: `kit`, or a name
             in `theory.memory.CODE_BASES`.
+        optimizer: Optimizer whose memory and time are assumed, as in `Recipe.optimizer`.
         only: Maps fields of Plan to allowed values, e.g. `{"schedule": ["1f1b"]}`. The kit does not
-            train context parallelism. It is searched only if it is named, e.g. with
-            `{"context_parallel": [1, 2, 4]}`.
+            train context parallelism. It is searched if it is named, e.g. with
+            `{"context_parallel": [1, 2, 4]}`, or if no layout without it fits in memory.
         layout_kernels: Keyword arguments of `Layouts.of`: `flash_attention`, `fused_norm`,
             `data_overlap`, `tensor_overlap` and others.
 
@@ -311,6 +352,11 @@ def search(
     )
     engine = engine or site.engine
     check_site(spec, Plan(engine=engine), site)
+    if optimizer == "muon" and not capabilities_of(engine).gathers_matrices:
+        raise ConfigError(
+            f"search.optimizer: 'muon' is not allowed with engine {engine!r}, which updates each"
+            " shard by itself. Give 'adamw', or engine 'native'."
+        )
     other_code_base = CODE_BASES.get(code_base)
     has_kit_kernels = (
         kernels is None
@@ -331,12 +377,15 @@ def search(
         precision=precision,
         code_base=other_code_base,
         has_kit_kernels=has_kit_kernels,
-        kernels={**columns, **layout_kernels},
+        kernels={**columns, "muon": optimizer == "muon", **layout_kernels},
     )
     found = evaluate_layouts(setup, num_devices, global_batch_size, only or {})
-    if not found.feasible.any():
+    if found.feasible.any():
+        return found
+    by_context = found.with_context_parallel()
+    if by_context is None:
         raise ConfigError(_none_fits(found))
-    return found
+    return by_context
 
 
 def evaluate_layouts(
@@ -374,7 +423,7 @@ def evaluate_layouts(
         has_pipeline = layouts.pipeline_parallel > 1
         layouts = dataclasses.replace(layouts, compiled=~(is_split & has_pipeline))
     time_s, used_bytes = machine.evaluate(layouts)
-    most_bytes = machine.most_bytes(setup.max_risk)
+    max_used_bytes = machine.max_used_bytes(setup.max_risk)
     is_recomputation_fixed = "recompute" in only or "recompute_layers" in only
     if capabilities_of(setup.engine).recomputes_some_blocks and not is_recomputation_fixed:
         layouts, time_s, used_bytes = with_some_recomputed(
@@ -382,10 +431,10 @@ def evaluate_layouts(
             time_s,
             used_bytes,
             machine.evaluate,
-            most_bytes,
+            max_used_bytes,
             equal_stages=setup.code_base is not None,
         )
-    time_s, used_bytes = _fastest_in_float64(machine, layouts, time_s, used_bytes, most_bytes)
+    time_s, used_bytes = _fastest_in_float64(machine, layouts, time_s, used_bytes, max_used_bytes)
     return Search(
         spec=setup.spec,
         machine=machine,
@@ -414,7 +463,7 @@ def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Conven
     stages = {allowed} if isinstance(allowed, int) else set(allowed)
     if capabilities_of(engine).pure_bf16_without_zero and 0 in stages and len(stages) > 1:
         raise ConfigError(
-            f"search.only.zero_stage: {tuple(sorted(stages))} is not allowed with"
+            f"plan.zero_stage: {tuple(sorted(stages))} is not allowed with"
             f" engine {engine!r}, which keeps no fp32 master weights at stage 0. Name stage 0 or"
             " the others."
         )
@@ -422,7 +471,7 @@ def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Conven
 
 
 def _fastest_in_float64(
-    machine: Machine, layouts: Layouts, time_s: Array, used_bytes: Array, most_bytes: float
+    machine: Machine, layouts: Layouts, time_s: Array, used_bytes: Array, max_used_bytes: float
 ) -> tuple[Array, Array]:
     """Returns (step time in seconds, used bytes) of all layouts as float64 arrays. Only the values
     of the EXACT_LAYOUTS fastest feasible layouts are computed in float64. All other values are
@@ -430,7 +479,7 @@ def _fastest_in_float64(
     """
     time_s = time_s.astype(np.float64)
     used_bytes = used_bytes.astype(np.float64)
-    rows = np.flatnonzero(used_bytes <= most_bytes)
+    rows = np.flatnonzero(used_bytes <= max_used_bytes)
     if len(rows) > EXACT_LAYOUTS:
         rows = rows[np.argpartition(time_s[rows], EXACT_LAYOUTS)[:EXACT_LAYOUTS]]
     if len(rows):
@@ -463,8 +512,8 @@ def _none_fits(found: Search) -> str:
                 texts.append(_describe_search(other))
                 break
     optimizer_bytes = found.machine.memory(found.layouts).terms()["optimizer"]
-    most_bytes = found.machine.most_bytes(found.max_risk)
-    if (found.used_bytes - optimizer_bytes).min() <= most_bytes:
+    max_used_bytes = found.machine.max_used_bytes(found.max_risk)
+    if (found.used_bytes - optimizer_bytes).min() <= max_used_bytes:
         texts.append(f"optimizer states in host memory{NOT_OURS}")
     return (
         f"plan: no layout of {found.spec.name} on {counted(found.num_devices, 'device')} of"
@@ -487,12 +536,19 @@ def _describe_search(search: Search) -> str:
     return f"{devices} with {sequences}: {layout}{note}"
 
 
+def executed_flops_per_token(spec: ModelSpec, plan: Plan) -> float:
+    """Returns the FLOPs per token that the devices execute with a plan, with recomputation."""
+    return spec.hardware_flops_per_token(
+        plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
+    )
+
+
 def describe_layout(row: Mapping[str, Any]) -> str:
     """Returns a text of one line that describes a layout, e.g.
     `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`.
 
     `PP16x2` is a pipeline of 16 devices with 2 stages each. `ZeRO3/8` shards over groups of 8
-    replicas. `recompute full (3 a device)` recomputes 3 blocks of each pipeline device.
+    replicas. `recompute full (3 blocks a device)` recomputes 3 blocks of each pipeline device.
     """
     tensor = f"TP{row['tensor_parallel']}"
     if row["sequence_parallel"]:
@@ -512,7 +568,7 @@ def describe_layout(row: Mapping[str, Any]) -> str:
         zero += f"/{row['shard_size']}"
     recompute = f"recompute {row['recompute']}"
     if row["recompute_layers"]:
-        recompute += f" ({row['recompute_layers']} a device)"
+        recompute += f" ({counted(row['recompute_layers'], 'block')} a device)"
     parts += [
         pipeline,
         f"DP{row['data_parallel']}",

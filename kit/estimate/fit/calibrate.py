@@ -6,7 +6,7 @@ torch.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
 from kit.estimate.fit.published import PublishedRun
+from kit.estimate.fit.stored import stored_results
 from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, step_time
@@ -62,9 +63,9 @@ class Prediction:
     """Upper end of each 90 % interval, in seconds per step."""
     warnings: tuple[str, ...]
     """Sentences that warn about layouts with sizes or features that no measured run had."""
-    untried: tuple[str, ...]
-    """Names of features, for example context parallelism, that no run had to which the planner was
-    fitted. Each of these features made the interval of at least one layout wider."""
+    unmeasured_features: tuple[str, ...]
+    """Names of features, for example context parallelism, that occur in none of the runs in the
+    fit. Each of these features made the interval of at least one layout wider."""
 
     @property
     def total_s(self) -> Array:
@@ -82,6 +83,8 @@ class Calibration:
     covariance: Array
     """Covariance matrix of the logarithms of the coefficients, with rows and columns in the order
     of NAMES."""
+    prior: Prior
+    """Distribution of the logarithms of the coefficients before the runs were fitted."""
     unidentified: tuple[str, ...]
     """Names of coefficients that the runs did not determine. Their values come from other published
     machines."""
@@ -103,6 +106,41 @@ class Calibration:
     """Standard deviation, on the log scale, of the error of the step time formula on this machine.
     The uncertainty of the coefficients is not included."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all fields except the hardware as plain values for JSON."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["hardware"]
+        values["coefficients"] = self.coefficients.to_dict()
+        values["covariance"] = self.covariance.tolist()
+        values["prior"] = {
+            "mean": self.prior.mean.tolist(),
+            "spread": self.prior.spread.tolist(),
+        }
+        if self.measured is not None:
+            bounds = {name: list(ends) for name, ends in self.measured.bounds.items()}
+            values["measured"] = {"bounds": bounds, "traits": sorted(self.measured.traits)}
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], hardware: Hardware) -> Self:
+        """Returns the calibration that `to_dict` has converted to plain values."""
+        measured = values["measured"]
+        if measured is not None:
+            measured = interval.MeasuredRange(
+                bounds={name: (low, high) for name, (low, high) in measured["bounds"].items()},
+                traits=frozenset(measured["traits"]),
+            )
+        converted = {
+            "coefficients": Coefficients.from_dict(values["coefficients"]),
+            "covariance": np.array(values["covariance"]),
+            "prior": Prior(
+                mean=np.array(values["prior"]["mean"]), spread=np.array(values["prior"]["spread"])
+            ),
+            "unidentified": tuple(values["unidentified"]),
+            "measured": measured,
+        }
+        return cls(hardware=hardware, **{**values, **converted})
+
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
         """Returns the predicted step time of each layout with a 90 % interval, and warnings about
         sizes and features that no calibration run had.
@@ -113,7 +151,7 @@ class Calibration:
         centre, variance = interval.log_time_and_variance(
             layouts, hardware, self._values, self.covariance
         )
-        untried = interval.untried_counts(layouts, hardware, self.measured)
+        untried = interval.unmeasured_feature_counts(layouts, hardware, self.measured)
         count = sum(untried.values(), np.zeros(layouts.shape))
         half = interval.SCALES.half_width(variance, self.misfit, count, self.num_runs)
         names = tuple(name for name, each in untried.items() if each.any())
@@ -129,14 +167,14 @@ class Calibration:
         if names:
             warnings = (
                 *warnings,
-                f"{', '.join(names)}: outside the experience of the fit, so the interval is wider.",
+                f"{', '.join(names)}: not in any run of the fit, so the interval is wider.",
             )
         return Prediction(
             step_time=step_time(layouts, hardware, self.coefficients),
             low_s=np.exp(centre - half),
             high_s=np.exp(centre + half),
             warnings=warnings,
-            untried=names,
+            unmeasured_features=names,
         )
 
     def draws(self, layouts: Layouts, count: int = 300, *, seed: int = 0) -> Array:
@@ -179,7 +217,7 @@ class Calibration:
         if not self.num_runs:
             return f"{self.label}: efficiencies are the average of published machines"
         derived = f", {self.num_derived} of them derived" if self.num_derived else ""
-        return f"{self.label}{derived}, {self.error:.1%} mean error on them"
+        return f"{self.label}{derived}, mean error of the fit {self.error:.1%}"
 
     @property
     def _values(self) -> Array:
@@ -189,7 +227,7 @@ class Calibration:
         deviation = np.sqrt(np.diag(self.covariance))
         rows: list[tuple[str, Any]] = [("times", str(self))]
         for i, name in enumerate(NAMES):
-            told = "" if name not in self.unidentified else " (not told by the runs)"
+            told = "" if name not in self.unidentified else " (not determined by the runs)"
             rows.append(
                 (name, f"{getattr(self.coefficients, name):.3g} ± {deviation[i]:.0%}{told}")
             )
@@ -249,7 +287,7 @@ def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
         calibrate(o, site).predict(run.layouts()).total_s.item()
         for o, run in zip(others, runs, strict=True)
     ]
-    return np.array(predicted) / published.step_times(runs)
+    return np.array(predicted) / published.measured_step_seconds(runs)
 
 
 def published_calibration(site: Site) -> Calibration:
@@ -268,12 +306,46 @@ def published_calibration(site: Site) -> Calibration:
     hardware = Hardware.of(site)
     machine = _packaged(site.base or site.name)
     while machine is not None and machine.device.name == site.device.name:
-        if own := published.of_site(machine.name):
-            found = calibrate(own, machine)
+        found = fitted_machine(machine)
+        if found is not None:
             misfit = float(np.hypot(found.misfit, interval.OTHER_STACK))
             return dataclasses.replace(found, hardware=hardware, misfit=misfit)
         machine = _packaged(machine.base)
     return calibrate([], site, hardware=hardware)
+
+
+def own_calibration(runs: Sequence[AnyRun], site: Site) -> Calibration:
+    """Returns the coefficients of the step time formula for a user's own software on a site, fitted
+    to `runs` and to the runs that the site file keeps (`Site.own_runs`).
+
+    The mean of the prior comes from the published runs of the machine. Without own runs, the result
+    is `published_calibration(site)`.
+
+    Raises:
+        ConfigError: A run has no step time yet or ran on another device, or the site lacks a number
+            that step time needs.
+    """
+    runs = [*site.own_runs, *runs]
+    if site.scheduler == "local":
+        return calibrate(runs, site)
+    known = published_calibration(site)
+    if not runs:
+        return known
+    prior = Prior(mean=known._values, spread=Prior.default().spread)
+    rows = rows_of_any(runs, site, None)
+    return from_fit(fitting.fit(rows, prior), prior, rows, Hardware.of(site))
+
+
+def fitted_machine(machine: Site) -> Calibration | None:
+    """Returns the calibration of a packaged site on its published runs, or None if it has none. The
+    result is read from the stored results if these are up to date.
+    """
+    stored = stored_results()
+    if stored is None:
+        own = published.of_site(machine.name)
+        return calibrate(own, machine) if own else None
+    values = stored["calibrations"].get(machine.name)
+    return values and Calibration.from_dict(values, Hardware.of(machine))
 
 
 def _packaged(name: str | None) -> Site | None:
@@ -299,6 +371,7 @@ def from_fit(
     return Calibration(
         coefficients=found.coefficients,
         covariance=found.covariance,
+        prior=prior,
         error=error,
         hardware=hardware,
         measured=measured,
@@ -334,7 +407,9 @@ def propose(
             np.einsum("ij,ij->i", carried, slopes) + RUN_NOISE**2
         )
         gain[chosen] = -1
-        best = int(np.argmax(gain))
+        # Many candidates are equally useful. The first of them is taken, so that rounding errors do
+        # not decide.
+        best = int(np.flatnonzero(gain >= gain.max() * (1 - 1e-6))[0])
         chosen.append(best)
         row = carried[best]
         covariance = covariance - np.outer(row, row) / (row @ slopes[best] + RUN_NOISE**2)

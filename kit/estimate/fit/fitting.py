@@ -31,11 +31,11 @@ each. With more runs, each has the weight 100 / number of runs."""
 STACK_SPREAD = 0.15
 """Standard deviation, on the log scale, of the ratio of step times between software stacks on one
 machine."""
-MOST_LEVERAGE = 0.98
+MAX_LEVERAGE = 0.98
 """Largest leverage, 0 to 1, that is used for the runs of a neural network on their own prediction.
 Larger values are reduced to this limit. Near a leverage of 1, the linear estimate of the error that
 the prediction would have without these runs is meaningless."""
-FEWEST_READINGS = 3
+MIN_MEMORY_RUNS = 3
 """Smallest number of measured memory values for a fit of the two numbers of a memory reserve."""
 ROUNDS = 3
 """Number of iterations that compute the prior from all machines. Each iteration fits every machine
@@ -249,7 +249,7 @@ def _left_out(
         root = np.sqrt(weights[rows])
         own = root[:, None] * (slopes[rows] @ covariance @ slopes[rows].T) * root
         leverage, axes = np.linalg.eigh(own)
-        leverage = np.clip(leverage, 0.0, MOST_LEVERAGE)
+        leverage = np.clip(leverage, 0.0, MAX_LEVERAGE)
         off = axes @ (axes.T @ (root * error[rows]) / (1 - leverage)) / root
         variance = axes**2 @ (leverage / (1 - leverage)) / root**2
         told.append((np.sqrt(np.mean(off**2)), np.mean(variance)))
@@ -299,6 +299,37 @@ def population(machines: Sequence[Rows]) -> Prior:
     return prior
 
 
+def torch_prior(prior: Prior, code_bases: Sequence[Rows]) -> Prior:
+    """Returns a copy of the prior with mean and standard deviation of `torch_factor` over the runs
+    of plain torch code (empirical Bayes). Each element of `code_bases` has the runs of one code
+    base on one machine.
+
+    Each iteration fits every code base with the current prior, as `population` does. The first
+    prior of `torch_factor` (`Prior.guess`) counts as one more code base for the mean, and as two
+    more for the standard deviation. All other coefficients keep their prior.
+    """
+    place = NAMES.index("torch_factor")
+    guess = Prior.guess()
+    mean = prior.mean.copy()
+    spread = prior.spread.copy()
+    mean[place] = guess.mean[place]
+    spread[place] = guess.spread[place]
+    for _ in range(ROUNDS):
+        fits = [fit(rows, Prior(mean=mean, spread=spread)) for rows in code_bases]
+        values = np.array([each.values[place] for each in fits])
+        variance = np.array([each.covariance[place, place] for each in fits])
+        weights = 1 / (variance + spread[place] ** 2)
+        own = 1 / guess.spread[place] ** 2
+        centre = (weights @ values + own * guess.mean[place]) / (weights.sum() + own)
+        deviation = (values - centre) ** 2 + variance
+        square = (2 * guess.spread[place] ** 2 + deviation.sum()) / (2 + len(fits))
+        mean = mean.copy()
+        spread = spread.copy()
+        mean[place] = centre
+        spread[place] = np.sqrt(square)
+    return Prior(mean=mean, spread=spread)
+
+
 def _normal_equations(
     error: Array, slopes: Array, weight: float, values: Array, mean: Array, spread: Array
 ) -> tuple:
@@ -324,12 +355,12 @@ def fit_reserve(
     The sharpness is copied from `start`.
 
     Raises:
-        ConfigError: There are fewer than FEWEST_READINGS measured runs.
+        ConfigError: There are fewer than MIN_MEMORY_RUNS measured runs.
     """
-    if len(used_bytes) < FEWEST_READINGS:
+    if len(used_bytes) < MIN_MEMORY_RUNS:
         raise ConfigError(
             f"fit_reserve: {len(used_bytes)} measured runs are too few. Give at least"
-            f" {FEWEST_READINGS}."
+            f" {MIN_MEMORY_RUNS}."
         )
 
     def loss(values: Array) -> float:

@@ -18,22 +18,14 @@ from kit.estimate.fit.fitting import HIGH, LOW, Fit, Rows, log_time_and_slopes
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layer import layer_params
 from kit.estimate.theory.layouts import Array, Layouts
+from kit.show.results import parameters_text, short_number
 
 NORMAL = 1.6449
 """95 % quantile of the standard normal distribution. 5 % of the values lie above it."""
-UNTRIED = 0.05
+UNMEASURED_FEATURE_SPREAD = 0.05
 """Standard deviation, on the log scale, that is added to a prediction for each untried trait, a
 feature of the layout that no fitted run had. Runs with such features hardly determine this number:
 values from 0 to 0.1 are about equally likely."""
-OTHER_CODE_BASE = 16
-"""Number of untried traits (features that no fitted run had) as which compiled blocks count. A
-layout with compiled blocks runs a code base that is not in the fit, so its prediction is very
-uncertain.
-
-If only other machines and code bases are fitted, published runs of torchtitan are predicted with an
-error of a third (0.2 to 0.3 on the log scale). If other runs of the same machine are fitted, the
-error is 20 % for 64 A100 and 2 % for 64 MI250X. For torchtitan's table for H100 with 500 W and 2.4
-TB/s, the error is 18 % where half the products are recomputed (`selective op` of torchtitan)."""
 OTHER_STACK = 0.08
 """Standard deviation, on the log scale, of the ratio of step times between a new trainer or release
 and the published runs of its machine. It is the smallest value with which intervals contain 85 % of
@@ -91,7 +83,7 @@ class Scales:
             # The step times of the fitted runs also differ from the formula. This adds misfit^2 /
             # num_runs to the variance of the prediction.
             misfit_variance = (1 + 1 / num_runs) * misfit**2
-        untried_variance = num_untried * UNTRIED**2
+        untried_variance = num_untried * UNMEASURED_FEATURE_SPREAD**2
         deviation = np.sqrt(self.variance_factor * variance + misfit_variance + untried_variance)
         return student_quantile(self.prior_models + num_runs) * deviation
 
@@ -145,7 +137,10 @@ def prediction_errors(
     if runs is not None:
         measured = MeasuredRange.of(runs.layouts, runs.hardware)
         num_runs = len(runs)
-    count = sum(untried_counts(rows.layouts, rows.hardware, measured).values(), np.zeros(len(rows)))
+    count = sum(
+        unmeasured_feature_counts(rows.layouts, rows.hardware, measured).values(),
+        np.zeros(len(rows)),
+    )
     misfit = SCALES.misfit_after(found.left_out_error, found.left_out_variance)
     misfit = float(np.hypot(misfit, other_stack))
     return np.expm1(off), np.abs(off) <= SCALES.half_width(variance, misfit, count, num_runs)
@@ -163,17 +158,16 @@ def balances(hardware: Hardware) -> dict[str, Array]:
 
 def rare_traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     """Returns the features of layouts that at most one code base among the fitted runs has. The
-    result maps the name of a feature to an array with one element per layout.
+    result maps the name of a feature to a Boolean array with one element per layout.
 
-    An element is 0 if the layout does not have the feature. Otherwise the element is the number of
-    untried traits as which the feature counts, usually 1. The fit cannot separate the effect of a
-    feature that only one code base has from the effect of this code base.
+    The fit cannot separate the effect of a feature that only one code base has from the effect of
+    this code base.
     """
     x = layouts
     found = {
         "number format below bf16": hardware.is_narrow,
         "ZeRO 3 (FSDP2)": x.zero_stage >= 3,
-        "compiled blocks": OTHER_CODE_BASE * x.compiled,
+        "compiled blocks": x.compiled,
         "context parallelism": x.context_parallel > 1,
         "fewer micro-batches than stages": x.num_microbatches < x.pipeline_parallel,
         "asynchronous tensor parallelism": x.tensor_overlap & (x.tensor_parallel > 1),
@@ -181,16 +175,14 @@ def rare_traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     return {name: np.broadcast_to(each, x.shape) for name, each in found.items()}
 
 
-def untried_counts(
+def unmeasured_feature_counts(
     layouts: Layouts,
     hardware: Hardware,
     measured: "MeasuredRange | None",
     known: dict[str, tuple] = BALANCES,
 ) -> dict[str, Array]:
     """Returns the features of layouts that no fitted run had. The result maps the name of a feature
-    to an array with one element per layout. An element is 0 if the layout does not have the
-    feature. Otherwise the element is the number of untried traits as which the feature counts,
-    usually 1.
+    to a Boolean array with one element per layout.
 
     `measured` is the range of the machine's own runs, or None. `known` maps each kind of bandwidth
     to the (lowest, highest) ratio of this bandwidth to the FLOP/s of matrix products among the
@@ -265,7 +257,9 @@ class MeasuredRange:
             values = np.broadcast_to(column, layouts.shape)
             is_outside = (values < low / MARGIN) | (values > high * MARGIN)
             if is_outside.any():
-                outside.append(f"{name} {values[is_outside][0]:,.6g} ({low:,.6g} to {high:,.6g})")
+                show = parameters_text if name == "parameters" else short_number
+                value = show(float(values[is_outside][0]))
+                outside.append(f"{name} {value} ({show(low)} to {show(high)})")
         if not outside:
             return ()
         return (f"{', '.join(outside)}: an extrapolation from the measured range.",)

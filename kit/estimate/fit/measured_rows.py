@@ -3,24 +3,30 @@ run directories of the kit. This module does not import torch.
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from cluster.record import ConfigError
-from cluster.site import Site
+from cluster.site import OwnRun, Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.fit import published
 from kit.estimate.fit.fitting import Rows
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NARROW, Hardware
 from kit.estimate.theory.layouts import Layouts
-from kit.run import Run
 
-AnyRun = PublishedRun | Run | str | os.PathLike[str]
-"""A published run, or a run of the kit. A run of the kit is a `Run` or the path of its run
-directory."""
+if TYPE_CHECKING:
+    from kit.run import Run
+
+AnyRun: TypeAlias = "PublishedRun | OwnRun | Run | str | os.PathLike[str]"
+"""A published run, or a run of the kit. A run of the kit is a `Run`, the path of its run directory,
+or an attempt that a site file keeps (`OwnRun`)."""
 WARM_UP = 2
 """Number of warm-up steps at the start of each attempt. Their times are ignored."""
 CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
@@ -61,7 +67,7 @@ def published_rows(runs: Sequence[PublishedRun], site: Site | None = None) -> Ro
     return Rows(
         layouts=published.layouts(runs),
         hardware=Hardware.joined([hardware_of(run, site) for run in runs]),
-        step_time_s=published.step_times(runs),
+        step_time_s=published.measured_step_seconds(runs),
         stack=np.array([stacks.index(run.stack) for run in runs]),
     )
 
@@ -133,44 +139,52 @@ def site_of(runs: Sequence[AnyRun]) -> Site | None:
     published run, since each published run has its own site.
     """
     for run in runs:
-        if isinstance(run, PublishedRun):
+        if isinstance(run, PublishedRun | OwnRun):
             return None
-        return (run if isinstance(run, Run) else Run.open(Path(run))).site
+        return _opened(run).site
     return None
+
+
+def _opened(run: "Run | str | os.PathLike[str]") -> "Run":
+    # A search without runs of the kit does not wait for this import.
+    from kit.run import Run
+
+    return run if isinstance(run, Run) else Run.open(Path(run))
 
 
 def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
     if isinstance(run, PublishedRun):
         rows = published_rows([run], site)
         return rows if hardware is None else dataclasses.replace(rows, hardware=hardware)
-    run = run if isinstance(run, Run) else Run.open(Path(run))
+    if isinstance(run, OwnRun):
+        assert site is not None
+        plan = Plan.from_dict(json.loads(run.plan))
+        layouts = _kit_layouts(ModelSpec.from_dict(json.loads(run.spec)), plan)
+        return Rows(
+            layouts=layouts,
+            hardware=Hardware.joined([hardware or hardware_on(site, layouts, plan.precision)]),
+            step_time_s=np.array([run.step_time_s]),
+            stack=np.zeros(1, int),
+        )
+    run = _opened(run)
     if site is not None and site.device.name != run.site.device.name:
         raise ConfigError(
             f"{run.directory}: it ran on {run.site.device.name!r} of {run.site.name}, and"
             f" {site.name} has {site.device.name!r}. Leave the site out, or give one with the"
             " device of the runs."
         )
-    metrics = run.metrics()
     plans = run.plans()
     elsewhere = run.other_sites()
     times = []
     layouts = []
     machines = []
-    for attempt, plan in plans.items():
-        steps = metrics["step_time_s"][metrics["attempt"] == attempt][WARM_UP:]
-        if len(steps):
-            times.append(float(np.median(steps)))
-            layouts.append(Layouts.of(run.spec, [plan], flash_attention=2, gradient_bytes=4.0))
-            machines.append(
-                hardware
-                or hardware_on(
-                    site or elsewhere.get(attempt, run.site), layouts[-1], plan.precision
-                )
-            )
-    if not times:
-        raise ConfigError(
-            f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time"
-            " yet."
+    for attempt, step_time_s in median_step_times(run).items():
+        plan = plans[attempt]
+        times.append(step_time_s)
+        layouts.append(_kit_layouts(run.spec, plan))
+        machines.append(
+            hardware
+            or hardware_on(site or elsewhere.get(attempt, run.site), layouts[-1], plan.precision)
         )
     return Rows(
         layouts=Layouts.joined(layouts),
@@ -178,3 +192,29 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
         step_time_s=np.array(times),
         stack=np.zeros(len(times), int),
     )
+
+
+def median_step_times(run: "Run") -> dict[int, float]:
+    """Returns the median seconds per step of each attempt of a run, without WARM_UP steps. Attempts
+    with fewer steps are left out.
+
+    Raises:
+        ConfigError: No attempt has more than WARM_UP steps.
+    """
+    metrics = run.metrics()
+    times = {}
+    for attempt in run.plans():
+        steps = metrics["step_time_s"][metrics["attempt"] == attempt][WARM_UP:]
+        if len(steps):
+            times[attempt] = float(np.median(steps))
+    if not times:
+        raise ConfigError(
+            f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time"
+            " yet."
+        )
+    return times
+
+
+def _kit_layouts(spec: ModelSpec, plan: Plan) -> Layouts:
+    """Returns one layout of a run of the kit, with the kernels of the kit."""
+    return Layouts.of(spec, [plan], flash_attention=2, gradient_bytes=4.0)

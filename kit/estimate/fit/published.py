@@ -7,7 +7,9 @@ is more common than a bad prediction. This module does not import torch.
 """
 
 import csv
+import itertools
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,25 @@ import numpy as np
 from cluster.record import ConfigError, counted, suggestion
 from kit.config.plan import Plan
 from kit.config.spec import FlopBasis, ModelSpec
-from kit.estimate.fit.published_run import SYSTEMS, Basis, PublishedRun, layouts, step_times
+from kit.estimate.fit.published_run import (
+    SYSTEMS,
+    TORCH_CODE_BASES,
+    Basis,
+    PublishedRun,
+    layouts,
+    measured_step_seconds,
+)
 from kit.estimate.theory.layouts import RECOMPUTE
 
-__all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read_runs", "step_times"]
+__all__ = [
+    "SYSTEMS",
+    "Basis",
+    "PublishedRun",
+    "layouts",
+    "load",
+    "read_runs",
+    "measured_step_seconds",
+]
 
 FILE = Path(__file__).parent / "data" / "published_runs.csv"
 """Path of the CSV file with published runs that the kit contains."""
@@ -51,7 +68,7 @@ NUMBERS = (
     "memory_gb",
 )
 """All columns of a CSV file of runs that contain numbers."""
-FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel")
+FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel", "compiled")
 """Columns of a CSV file of runs that contain `yes`, `no` or nothing."""
 MAY_BE_ZERO = ("zero_stage", "flash_attention", "offloaded_layers")
 """Columns of numbers in which 0 is allowed. All other numbers must be above 0."""
@@ -61,6 +78,7 @@ WORDS = {
     "basis": tuple(basis.value for basis in Basis),
     "recompute": RECOMPUTE,
     "overlap": ("yes", "no", "data", "tensor"),
+    "code_base": tuple(TORCH_CODE_BASES),
     **dict.fromkeys(FLAGS, ("yes", "no")),
 }
 """Maps each column of a CSV file of runs that contains a fixed word to its allowed words."""
@@ -110,18 +128,36 @@ def load(
     return tuple(run for run in runs if system is None or run.system == system)
 
 
+def run_on_line(line: int) -> PublishedRun:
+    """Returns one run of the kit's CSV file. `line` is the number of its row, where the row below
+    the header has number 2.
+    """
+    with FILE.open(newline="", encoding="utf-8-sig") as stream:
+        rows = csv.reader(stream)
+        header = next(rows)
+        row = next(itertools.islice(rows, line - 2, None))
+    run = run_of_row(dict(zip(header, row, strict=True)))
+    assert isinstance(run, PublishedRun)
+    return run
+
+
 def of_site(name: str) -> tuple[PublishedRun, ...]:
     """Returns the published, measured runs of a machine. `name` is the name of a site file that the
     kit contains. Runs whose numbers are second-hand or were corrected by hand are left out.
     """
     return tuple(
         run
-        for run in load()
+        for run in _packaged_runs()
         if run.kind == "measured"
         and run.status in ("read", "mixed")
         and (at := run.site())
         and at.name == name
     )
+
+
+@cache
+def _packaged_runs() -> tuple[PublishedRun, ...]:
+    return load()
 
 
 def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
@@ -151,7 +187,7 @@ def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], L
     left_out = []
     for line, row in enumerate(rows, start=2):
         try:
-            run = _run(row)
+            run = run_of_row(row)
         except ConfigError as error:
             refused.append((line, str(error)))
         else:
@@ -159,9 +195,9 @@ def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], L
     return tuple(runs), refused, left_out
 
 
-def _run(row: dict[str, str]) -> PublishedRun | str:
-    """Returns the run that one CSV row describes. If the layout is incomplete or there is no time,
-    returns a text that names the missing columns.
+def run_of_row(row: dict[str, str]) -> PublishedRun | str:
+    """Returns the run that one CSV row describes. If the layout is incomplete or the row states no
+    step time, returns a text that names the missing columns.
     """
     x: dict[str, Any] = (
         row
@@ -255,6 +291,15 @@ def _is_llama(x: dict[str, Any]) -> bool:
     return "llama" in x["model"].lower()
 
 
+def _code_base(x: dict[str, Any]) -> str:
+    """Returns the name of the plain torch code that a run used, one of TORCH_CODE_BASES. If the row
+    does not state it, the name is searched in the source. Returns "" for other code.
+    """
+    source = x["source"].lower()
+    found = [name for name in TORCH_CODE_BASES if name in source]
+    return x["code_base"] or (found[0] if found else "")
+
+
 def _kernels(x: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of PublishedRun that describe kernels, as a dict from field name to value.
     If the source does not state a kernel, the most likely kernel is assumed.
@@ -267,13 +312,18 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
         recomputes = x["recompute"] not in (None, "none")
         saves = recomputes and not _is_llama(x) and x["zero_stage"] != 3
         flash = 0 if saves or x["gpu"].startswith("Trainium") else 2
+    code_base = _code_base(x)
     return dict(
         flash_attention=int(flash),
         fused_norm=x["fused_norm"] != "no",
         fused_softmax=x["fused_softmax"] != "no",
-        data_overlap=x["overlap"] in ("yes", "data"),
+        # FSDP2 has no contiguous buffers of gradients, of which this column is about. What it
+        # overlaps follows from the code base.
+        data_overlap=x["overlap"] in ("yes", "data") and not code_base,
         tensor_overlap=x["overlap"] in ("yes", "tensor"),
         offloaded_layers=int(x["offloaded_layers"] or 0),
+        code_base=code_base,
+        compiled=code_base != "" and x["compiled"] != "no",
         # Megatron accumulates gradients in fp32 (4 bytes) in bf16 training, and in fp16 (2 bytes)
         # in fp16 training.
         gradient_bytes=float(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,16 +14,16 @@ from cluster.record import field_doc
 from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import FlopBasis, ModelSpec
-from kit.estimate.theory.layouts import Layouts, transformer_engine
+from kit.estimate.theory.layouts import KERNELS, Layouts, cast_bytes, transformer_engine
 
 
 class Basis(enum.Enum):
     """Formula with which a publication counted FLOPs to compute its FLOP/s."""
 
     MODEL = "model"
-    """FLOPs of the model without recomputation (`FlopBasis.MODEL`)."""
+    """FLOPs without recomputation were counted (`FlopBasis.MODEL`)."""
     HARDWARE = "hw"
-    """FLOPs of the model with recomputation (`FlopBasis.MEGATRON_RECOMPUTE`)."""
+    """FLOPs including recomputation were counted (`FlopBasis.MEGATRON_RECOMPUTE`)."""
     NEOX = "neox"
     """6 N + 60 L h s FLOPs per token with N parameters, L layers, hidden size h and sequence length
     s. This formula of GPT-NeoX counts attention five times."""
@@ -82,6 +82,10 @@ class PublishedRun:
     gradient_bytes: float = field_doc(
         "bytes of one gradient when replicas reduce their gradients", default=2.0
     )
+    code_base: str = field_doc(
+        "name of the training code in TORCH_CODE_BASES. Empty: no plain torch code", default=""
+    )
+    compiled: bool = field_doc("whether torch.compile compiled the blocks", default=False)
     offloaded_layers: int = field_doc(
         "number of layers whose activations are offloaded to host memory", default=0
     )
@@ -141,33 +145,55 @@ class PublishedRun:
         return _site(self.source, self.system, self.device)
 
 
-SAID = (
+STATED_FIELDS = (
     "flash_attention",
     "fused_norm",
     "fused_softmax",
     "data_overlap",
     "tensor_overlap",
     "gradient_bytes",
+    "compiled",
     "offloaded_layers",
 )
 """Fields of PublishedRun that are copied into columns of Layouts of equal name. These fields
 describe kernels, overlap of communication with computation, and offload of activations."""
+TORCH_CODE_BASES: dict[str, dict[str, Any]] = {
+    "kempnerforge": {"separate_inputs": True, "gathers_logits": True, "reduces_once": True},
+    "olmo-core": {},
+    "torchtitan": {"recomputed_products": 0.5},
+}
+"""Maps the name of training code in plain torch (FSDP2, DTensor, torch.compile) to the columns of
+Layouts in which it differs from the kit's engine.
+
+KempnerForge splits queries, keys, values, gate and up with separate `ColwiseParallel` styles,
+gathers the logits (`kempnerforge/distributed/tensor_parallel.py`), and reduces gradients in the
+last micro-batch of a step (`kempnerforge/training/grad.py`). torchtitan's selective recomputation
+saves every second matrix product (`torchtitan/models/llama3/parallelize.py`, 2024)."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
     """Returns the models and plans of the runs as one `Layouts` object, with one layout per run.
 
-    Column `native` is False, since no run used the kit's kernels. Runs in number formats narrower
-    than bf16 are assumed to use Transformer Engine.
+    Column `native` is True for the code of TORCH_CODE_BASES. Runs of other code in number formats
+    narrower than bf16 are assumed to use Transformer Engine.
     """
-    kernels = {name: [getattr(run, name) for run in runs] for name in SAID}
-    narrow = [transformer_engine(run.precision, run.has_blocks) for run in runs]
-    kernels |= {name: [each[name] for each in narrow] for name in narrow[0]}
+    kernels = {name: [getattr(run, name) for run in runs] for name in STATED_FIELDS}
+    formats = [
+        {"cast_bytes": cast_bytes(run.precision, is_native=True)}
+        if run.code_base
+        else transformer_engine(run.precision, run.has_blocks)
+        for run in runs
+    ]
+    traits = [TORCH_CODE_BASES.get(run.code_base, {}) for run in runs]
+    for stated in (formats, traits):
+        for name in dict.fromkeys(name for each in stated for name in each):
+            kernels[name] = [each.get(name, KERNELS[name]) for each in stated]
+    kernels["native"] = [run.code_base != "" for run in runs]
     plans = [run.plan for run in runs]
-    return Layouts.of([run.spec for run in runs], plans, native=False, **kernels)
+    return Layouts.of([run.spec for run in runs], plans, **kernels)
 
 
-def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
+def measured_step_seconds(runs: Iterable[PublishedRun]) -> np.ndarray:
     """Returns the measured seconds per step, with one element per run. The element of a run that
     ran out of memory is NaN.
     """
@@ -187,6 +213,8 @@ SYSTEMS = {
     "Eos-class H100": "dgx-h100",
     "DGX-GB200": "gb200-nvl72",
     "DGX-GB300": "gb300-nvl72",
+    "Kempner H200": "kempner-h200",
+    "Grand Teton H100": "grand-teton-h100",
 }
 """Maps the name of a machine in a publication to the name of the site file for this machine in the
 kit."""

@@ -7,12 +7,13 @@ feed-forward layers are added. The table below has bytes per token at 2 bytes pe
 
 Symbols: h hidden size, f feed-forward size, a heads, k key/value heads, d head size, s sequence
 length, b micro-batch size, t tensor parallel degree. q = t with sequence parallelism, otherwise 1.
-K = h k / a is the width of all key heads together.
+A = a d is the width of all query heads together, K = k d that of all key heads.
 
     inputs of the query and feed-forward matrices   4 h / q
-    inputs of two norms                             4 h / q (not fused: `norm_bytes` instead of 2
+    inputs of n norms                               2 n h / q (not fused: `norm_bytes` instead of 2
                                                     each)
-    query, key, value, result of attention          (4 h + 4 K) / t
+    query, key, value, result of attention          (4 A + 4 K) / t (+ 2 A + 2 K with norms of
+                                                    queries and keys)
     scores                                          4 a / t with flash attention (log-sum-exp),
                                                     otherwise 2 a s / t (not fused: `score_bytes`
                                                     instead of 2; + 3 with dropout)
@@ -213,16 +214,28 @@ class LayerActivations:
         """Whether each norm runs as one kernel. A LayerNorm always does. An RMSNorm does if the
         layout has `fused_norm`.
         """
-        return self.layouts.fused_norm | np.logical_not(self.layouts.gated)
+        return self.layouts.fused_norm | self.layouts.has_layernorm
 
     @cached_property
     def norm_input_bytes(self) -> Array:
-        """Bytes per token of the inputs of both norms of a layer: 4 h / q, with hidden size h and
-        sequence split over q ranks. If RMSNorm is not fused, both norms together need 2 n h / q,
-        with n = `Kernels.norm_bytes`.
+        """Bytes per token of the inputs of the n norms of a layer: 2 n h / q, with hidden size h
+        and sequence split over q ranks. If RMSNorm is not fused, each norm needs
+        `Kernels.norm_bytes` bytes per element instead of 2. With a parallel residual, both norms of
+        a layer have one input.
         """
-        each = self.layouts.where(self._has_fused_norm, 4.0, 2 * self.kernels.norm_bytes)
-        return each * self.residual_size
+        x = self.layouts
+        inputs = x.num_block_norms - x.where(x.parallel_residual, 1.0, 0.0)
+        return self._norm_bytes * inputs * self.residual_size
+
+    @cached_property
+    def _norm_bytes(self) -> Array:
+        """Bytes per element of the input of a norm that are saved for backward: 2 if the norm is
+        one kernel, or 4 if it also computes in fp32.
+        """
+        x = self.layouts
+        fused = x.where(x.zero_centered_norm, 4.0, 2.0)
+        unfused = np.full_like(fused, self.kernels.norm_bytes)
+        return np.where(self._has_fused_norm, fused, unfused)
 
     @cached_property
     def layer_input_bytes(self) -> Array:
@@ -234,27 +247,38 @@ class LayerActivations:
 
     @cached_property
     def attention_bytes(self) -> Array:
-        """Bytes per token of query, key, value and result of attention: (4 h + 4 K) / t, with
-        hidden size h, width K of all key heads and tensor parallel degree t.
+        """Bytes per token of query, key, value and result of attention: (4 A + 4 K) / t, with
+        widths A of all query heads and K of all key heads and tensor parallel degree t.
 
         With the all-to-all exchange of context parallelism, the result is saved twice, split by
-        heads and split by sequence. This needs 2 h / t more.
+        heads and split by sequence. This needs 2 A / t more.
         """
         layouts = self.layouts
         tensor_parallel = self.layouts.tensor_parallel
-        heads = (4 * layouts.hidden_size + 4 * layouts.kv_size) / tensor_parallel
+        heads = (4 * layouts.attention_size + 4 * layouts.kv_size) / tensor_parallel
         if not np.any(layouts.context_exchange):
             return heads
         is_swapped = layouts.context_exchange == EXCHANGES.index("all_to_all")
-        return heads + np.where(is_swapped, 2 * layouts.hidden_size / tensor_parallel, 0.0)
+        return heads + np.where(is_swapped, 2 * layouts.attention_size / tensor_parallel, 0.0)
+
+    @cached_property
+    def qk_norm_bytes(self) -> Array:
+        """Bytes per token of the inputs of the norms of queries and keys: 2 (A + K) / t, with
+        widths A of all query heads and K of all key heads and tensor parallel degree t. 0 without
+        such norms.
+        """
+        x = self.layouts
+        size = (x.attention_size + x.kv_size) / x.tensor_parallel
+        return x.where(x.has_qk_norm, 1.0, 0.0) * self._norm_bytes * size
 
     @cached_property
     def attention_score_bytes(self) -> Array:
         """Bytes per token that attention saves to compute the gradients of its scores.
 
-        Fused attention saves only the log-sum-exp: 4 a / t, with a heads and tensor parallel degree
-        t. Attention that writes its scores to memory saves `score_bytes` a s / t, with sequence
-        length s. If mask and softmax are fused, it saves 2 a s / t. Dropout needs 3 a s / t more.
+        Here a is the number of heads, t the tensor parallel degree and s the sequence length. Fused
+        attention saves only the log-sum-exp: 4 a / t. Attention that writes its scores to memory
+        saves k a s / t, with k = `score_bytes`. If mask and softmax are fused, it saves 2 a s / t.
+        Dropout needs 3 a s / t more.
         """
         layouts = self.layouts
         kernels = self.kernels
@@ -289,6 +313,7 @@ class LayerActivations:
             self.product_input_bytes
             + self.norm_input_bytes
             + self.attention_bytes
+            + self.qk_norm_bytes
             + self.feed_forward_bytes
             + self.attention_score_bytes
             + masks
@@ -325,7 +350,9 @@ class LayerActivations:
             + summed
             + self._activation_input_bytes
         )
-        return results + 4 * layouts.num_heads / tensor_parallel
+        # Unfused attention has two matrix products, and the result of the first is the scores.
+        scores = layouts.where(layouts.flash_attention > 0, 4.0, 2 * layouts.sequence_length)
+        return results + scores * layouts.num_heads / tensor_parallel
 
     @cached_property
     def _selectively_recomputed_bytes(self) -> Array:
@@ -340,14 +367,15 @@ class LayerActivations:
         layouts = self.layouts
         if self.kernels.selective == "attention":
             return np.where(layouts.flash_attention > 0, 0.0, self.attention_score_bytes)
-        gated = 1 - layouts.plain
-        rotated = gated * (2 * layouts.hidden_size + 2 * layouts.kv_size) / layouts.tensor_parallel
+        heads = (2 * layouts.attention_size + 2 * layouts.kv_size) / layouts.tensor_parallel
+        rotated = layouts.where(layouts.has_learned_positions, 0.0, 1.0) * heads
         return (
             self.product_input_bytes
             + self.norm_input_bytes
             - self.layer_input_bytes
             + rotated
             + self._activation_input_bytes
+            + np.where(layouts.flash_attention > 0, 0.0, self.attention_score_bytes)
         )
 
     @cached_property

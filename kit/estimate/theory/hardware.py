@@ -200,8 +200,9 @@ def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
     tables = sorted(examples, key=lambda head: head.rstrip("]"))
     shown = [line for head in tables for line in (head, *examples[head])]
     raise ConfigError(
-        f"site {site.name}: step time needs {', '.join(missing)}. Add them to the site file, or"
-        " measure them (`kit bench --out FILE.toml`). For example:\n" + "\n".join(shown)
+        f"site {site.name} lacks {', '.join(missing)}, which the step time needs. Add them to the"
+        " site file, or measure them (`kit bench --out FILE.toml`). For example:\n"
+        + "\n".join(shown)
     )
 
 
@@ -250,8 +251,8 @@ def _check_units(site: Site) -> None:
         ("device.memory_bytes", device.memory_bytes, 1e9, "bytes"),
         ("device.memory_bytes_per_s", device.memory_bytes_per_s, 1e10, "bytes/s"),
         ("device.watts", device.watts, 10, "watts"),
-        ("links.intra_node.bytes_per_s", near, 1e8, "bytes/s"),
-        ("links.inter_node_bytes_per_s", links.inter_node_bytes_per_s, 1e8, "bytes/s"),
+        ("links.intra_node.bytes_per_s", near, 1e6, "bytes/s"),
+        ("links.inter_node_bytes_per_s", links.inter_node_bytes_per_s, 1e6, "bytes/s"),
     ):
         if fact and fact.value < least:
             raise ConfigError(
@@ -262,8 +263,8 @@ def _check_units(site: Site) -> None:
         if fact.value > (site.peak_flops_per_s(dtype) or fact.value):
             raise ConfigError(
                 f"site {site.name}: device.matmul_flops_per_s.{dtype}: {fact.value:.4g} is above"
-                f" the peak of {device.name}, {site.peak_flops_per_s(dtype):.4g}. Give what a"
-                " product reaches."
+                f" the peak of {device.name}, {site.peak_flops_per_s(dtype):.4g}. Give the"
+                " FLOP/s that a matrix product reaches."
             )
 
 
@@ -419,6 +420,13 @@ class Coefficients(Record):
         (1.1, 0.08),
         (1.0, 2.0),
         "factor of the step time for clocks, stragglers and unmodelled work",
+    )
+
+    torch_factor: float = coefficient(
+        (1.08, 0.11),
+        (1.0, 0.15),
+        (1.0, 2.0),
+        "further factor of the step time for plain torch code: FSDP2, DTensor and torch.compile",
     )
 
     def __post_init__(self) -> None:

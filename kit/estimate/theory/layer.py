@@ -2,8 +2,8 @@
 collectives, and kernel launches by the host. This module does not import torch.
 
 Symbols: h hidden size, f feed-forward size, a heads, s sequence length, t tensor parallel degree, T
-tokens of a micro-batch on one device, K width of all key heads together. q = t with sequence
-parallelism, otherwise 1.
+tokens of a micro-batch on one device, A width of all query heads together, K width of all key heads
+together. q = t with sequence parallelism, otherwise 1.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ Both = tuple[Array | float, Array | float]
 
 
 def layer_params(layouts: Layouts) -> Array:
-    """Returns the number of parameters in the matrices of one layer: 2 h (h + K) + 2 h f with
-    hidden size h, feed-forward size f and the width K of all key heads. Gated models have 3 h f
-    instead of 2 h f.
+    """Returns the number of parameters in the matrices of one layer: 2 h (A + K) + 2 h f with
+    hidden size h, feed-forward size f and the widths A of all query heads and K of all key heads.
+    Gated models have 3 h f instead of 2 h f.
     """
     hidden_size = layouts.hidden_size
-    attention = 2 * hidden_size * (hidden_size + layouts.kv_size)
+    attention = 2 * hidden_size * (layouts.attention_size + layouts.kv_size)
     return attention + (2.0 + layouts.gated) * hidden_size * layouts.ffn_hidden_size
 
 
@@ -61,9 +61,9 @@ class LayerTime:
         """Seconds of the four matrix products in the forward pass.
 
         The time follows a smooth roofline: the square root of the summed squares of compute time
-        and memory time. The memory traffic is 2 (T (4 h + (2 h + 2 K + 2 f) / t) + weights) bytes,
-        with T tokens, hidden size h, width K of all key heads, feed-forward size f and tensor
-        parallel degree t. Gated models have 3 f instead of 2 f.
+        and memory time. The memory traffic is 2 (T (4 h + (2 A + 2 K + 2 f) / t) + weights) bytes,
+        with T tokens, hidden size h, widths A of all query heads and K of all key heads,
+        feed-forward size f and tensor parallel degree t. Gated models have 3 f instead of 2 f.
 
         If torch overlaps the products with collectives, it splits the tokens into one part per
         tensor parallel rank (asynchronous tensor parallelism,
@@ -82,7 +82,7 @@ class LayerTime:
         part = product_seconds(
             x.tokens / parts, hidden_size, params / hidden_size, 4.0, rate, self.coefficients
         )
-        cut = 2 * hidden_size + 2 * x.kv_size + (2.0 + x.gated) * x.ffn_hidden_size
+        cut = 2 * x.attention_size + 2 * x.kv_size + (2.0 + x.gated) * x.ffn_hidden_size
         moved = x.tokens * (4 * hidden_size + cut / x.tensor_parallel) + params
         return np.hypot(parts * part, 2 * moved / self.memory_bytes_per_s)
 
@@ -90,20 +90,23 @@ class LayerTime:
     def attention_forward_s(self) -> Array:
         """Seconds of attention in the forward pass, without its projections.
 
-        Attention without a mask has 4 T s h / t FLOPs, with T tokens, sequence length s, hidden
-        size h and tensor parallel degree t. Fused kernels execute half of these FLOPs, since they
-        skip masked blocks, and have 8 T h / t bytes of memory traffic. Kernels that write the
-        scores to memory execute all FLOPs. Their traffic is `score_bytes` for each of the T s a / t
-        scores, with a heads.
+        Attention without a mask has 4 T s A / t FLOPs, with T tokens, sequence length s, width A of
+        all query heads and tensor parallel degree t. Fused kernels execute half of these FLOPs,
+        since they skip masked blocks, and have 8 T A / t bytes of memory traffic. Kernels that
+        write the scores to memory execute all FLOPs. Their traffic is `score_bytes` for each of the
+        T s a / t scores, with a heads.
+
+        `_computed_scores` is the share of the FLOPs that a fused kernel executes in models with
+        attention windows.
         """
         x = self.layouts
         coefficients = self.coefficients
-        flops = 4 * x.tokens * x.sequence_length * x.hidden_size / x.tensor_parallel
+        flops = 4 * x.tokens * x.sequence_length * x.attention_size / x.tensor_parallel
         products = flops / self.hardware.attention_flops_per_s
         speed = coefficients.flash_efficiency * x.where(
             x.flash_attention == 1, FIRST_GENERATION, 1.0
         )
-        moved = 8 * x.tokens * x.hidden_size / x.tensor_parallel
+        moved = 8 * x.tokens * x.attention_size / x.tensor_parallel
         per_score = (
             coefficients.score_bytes
             * x.where(x.gated, DROPOUT, 1.0)
@@ -112,18 +115,35 @@ class LayerTime:
         scores = per_score * x.tokens * x.sequence_length * x.num_heads / x.tensor_parallel
         return np.where(
             x.flash_attention > 0,
-            0.5 * products / speed + moved / self.memory_bytes_per_s,
+            self._computed_scores * products / speed + moved / self.memory_bytes_per_s,
             products / coefficients.attention_efficiency + scores / self.memory_bytes_per_s,
         )
+
+    @property
+    def _computed_scores(self) -> Array | float:
+        """Share of all pairs of tokens for which a fused kernel computes attention scores, as the
+        mean over layers. It is 1/2 with a causal mask.
+
+        In a layer with a window of w tokens, the kit's attention computes all pairs and masks
+        those outside the window. Other code bases have kernels that skip them, so that w / s - (w /
+        s)^2 / 2 of all pairs remain.
+        """
+        x = self.layouts
+        if not np.any(x.local_share):
+            return 0.5
+        part = np.minimum(x.window / x.sequence_length, 1.0)
+        in_window = x.where(x.native, 1.0, part - part**2 / 2)
+        return 0.5 * (1 - x.local_share) + in_window * x.local_share
 
     @cached_property
     def elementwise_forward_s(self) -> Array:
         """Seconds of norms, residuals and activation functions in the forward pass. The time is
         memory traffic / memory bandwidth.
 
-        The traffic is T (22 h / q + (8 h + 4 f) / t) bytes, with T tokens, hidden size h,
-        feed-forward size f, tensor parallel degree t and sequence split over q ranks. Gated models
-        have 6 f instead of 4 f.
+        The traffic is T (22 h / q + (8 A + 4 f) / t) bytes, with T tokens, hidden size h, width A
+        of all query heads, feed-forward size f, tensor parallel degree t and sequence split over q
+        ranks. Gated models have 6 f instead of 4 f. A third and fourth norm have 4 h / q bytes
+        each. Norms of queries and keys have 4 (A + K) / t bytes, with width K of all key heads.
 
         The kit's decoder has more traffic if it is not compiled. Its rotary embedding needs seven
         kernels over queries and keys (`kit.model.rotate`: to fp32, negate one half, join, two
@@ -133,10 +153,14 @@ class LayerTime:
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
-        cut = 8 * hidden_size + (4.0 + 2.0 * x.gated) * x.ffn_hidden_size
-        traffic = x.tokens * (22 * hidden_size / x.sequence_shards + cut / x.tensor_parallel)
+        heads = x.attention_size + x.kv_size
+        cut = 8 * x.attention_size + (4.0 + 2.0 * x.gated) * x.ffn_hidden_size
+        cut = cut + x.where(x.has_qk_norm, 4.0, 0.0) * heads
+        whole = (14 + 4 * x.num_block_norms) * hidden_size
+        traffic = x.tokens * (whole / x.sequence_shards + cut / x.tensor_parallel)
         if np.any(x.compiled | x.native):
-            eager = x.gated * (48 * (hidden_size + x.kv_size) + 4 * x.ffn_hidden_size)
+            rotary = x.where(x.has_learned_positions, 0.0, 48.0) * heads
+            eager = rotary + 4 * x.gated * x.ffn_hidden_size
             eager = np.where(x.native, eager / x.tensor_parallel, 0.0)
             compiled = -4 * hidden_size / x.sequence_shards
             traffic = traffic + x.tokens * np.where(x.compiled, compiled, eager)
@@ -162,12 +186,21 @@ class LayerTime:
         t = x.tensor_parallel
         f = x.ffn_hidden_size
         apart = np.where(x.fused_norm & x.native, 0.0, 1.0)
-        inputs = hidden_size / t + apart * (2 * hidden_size + f / t)
-        products = 2 * hidden_size + (hidden_size + 2 * x.kv_size) / t
+        inputs = x.attention_size / t + apart * (2 * hidden_size + f / t)
+        products = 2 * hidden_size + (x.attention_size + 2 * x.kv_size) / t
         outputs = products + apart * (1.0 + x.gated) * f / t
         weights = np.where(x.native, layer_params(x) / t, 0.0)
         cast = x.cast_bytes / self.memory_bytes_per_s
         return cast * (x.tokens * inputs + weights), cast * x.tokens * outputs
+
+    @cached_property
+    def tensor_sum_s(self) -> Array:
+        """Seconds of one all-reduce of the hidden states in a tensor parallel group: 2 bytes x
+        tokens x hidden size. An all-gather or reduce-scatter needs half of this time.
+        """
+        x = self.layouts
+        size = 2 * x.tokens * x.hidden_size
+        return all_reduce_seconds(size, x.tensor_parallel, self.links.tensor)
 
     @cached_property
     def tensor_sums_s(self) -> Both:
@@ -181,8 +214,12 @@ class LayerTime:
         """
         x = self.layouts
         ranks = self.layouts.tensor_parallel
-        sums = 2 * all_reduce_seconds(2 * x.tokens * x.hidden_size, ranks, self.links.tensor)
+        sums = 2 * self.tensor_sum_s
         backward = sums * x.where(x.sequence_parallel, 1.25, 1.0)
+        if np.any(x.native & (ranks > 1)):
+            forward_torch, backward_torch = self._torch_sums_s
+            sums = np.where(x.native, forward_torch, sums)
+            backward = np.where(x.native, backward_torch, backward)
         if not np.any(x.tensor_overlap):
             return sums, backward
         beside = np.where(x.native, (ranks - 1) / ranks * self.gemm_forward_s, self.gemm_forward_s)
@@ -190,6 +227,38 @@ class LayerTime:
         return (
             np.where(overlap, exposed_seconds(sums, beside), sums),
             np.where(overlap, exposed_seconds(backward, 2 * beside), backward),
+        )
+
+    @property
+    def _torch_sums_s(self) -> Both:
+        """Seconds of the tensor parallel collectives of torch's DTensor, as (forward pass, backward
+        pass).
+
+        Without sequence parallelism, each pass has two all-reduces. With sequence parallelism, each
+        pass has two all-gathers and two reduce-scatters along the sequence axis. Torch's functional
+        collectives work along the first axis, so that tokens are copied after an all-gather and
+        before a reduce-scatter, with 4 bytes of memory traffic per element. After an all-gather of
+        one sequence no copy is needed (`_maybe_view_chunk_cat`).
+
+        With `separate_inputs`, five column-split matrices (queries, keys, values, gate and up)
+        reduce the gradients of their inputs separately. Eager blocks also gather each input
+        separately, and compiled blocks gather equal inputs once, as the collectives in the graphs
+        of torch 2.13 and in KempnerForge's profile show (`benchmarks/profiling`).
+        """
+        x = self.layouts
+        extra = x.where(x.separate_inputs, 2.0 + x.gated, 0.0)
+        gathers = 2 + x.where(x.compiled, 0.0, extra)
+        scatters = 2 + extra
+        copied = np.where(x.tensor_parallel > 1, 4 * x.tokens * x.hidden_size, 0.0)
+        copy_s = copied / self.memory_bytes_per_s
+        gather_copy_s = np.where(x.micro_batch_size > 1, copy_s, 0.0)
+        half_s = self.tensor_sum_s / 2
+        forward = (gathers + 2) * half_s + gathers * gather_copy_s + 2 * copy_s
+        backward = (2 + scatters) * half_s + 2 * gather_copy_s + scatters * copy_s
+        whole = 2 * self.tensor_sum_s
+        return (
+            np.where(x.sequence_parallel, forward, whole),
+            np.where(x.sequence_parallel, backward, whole + extra * self.tensor_sum_s),
         )
 
     @cached_property
@@ -214,7 +283,7 @@ class LayerTime:
         width = 2 * x.tokens / x.tensor_parallel / link.rate
         blocks = (ranks - 1) * (2 * x.kv_size * width + link.latency_s)
         ring = exposed_seconds(blocks, self.attention_forward_s)
-        exchanged = (ranks - 1) / ranks * (2 * x.hidden_size + 2 * x.kv_size) * width
+        exchanged = (ranks - 1) / ranks * (2 * x.attention_size + 2 * x.kv_size) * width
         swap = exchanged + 2 * link.latency_s
         is_ring = x.context_exchange == EXCHANGES.index("ring")
         return (
@@ -268,9 +337,11 @@ class LayerTime:
         x = self.layouts
         flash = self.layouts.flash_attention > 0
         some = np.where(flash, self.elementwise_forward_s, self.attention_forward_s)
+        some = some + x.recomputed_products * self.gemm_forward_s
         product = self.gemm_forward_s * x.hidden_size * x.ffn_hidden_size / layer_params(x)
         stops = x.native & np.logical_not(x.compiled)
-        whole = self.passes_s[0] - np.where(stops, product + self.tensor_sums_s[0] / 2, 0.0)
+        last_sum = self.tensor_sum_s * x.where(x.sequence_parallel, 0.5, 1.0)
+        whole = self.passes_s[0] - np.where(stops, product + last_sum, 0.0)
         some = np.where(x.recompute == SELECTIVE, some, 0.0)
         return np.where(x.recompute == FULL, x.recomputed_share * whole, some)
 

@@ -4,7 +4,7 @@ them at once.
 Symbols of the formulas in this folder:
 
 - Shapes: L layers, h hidden size, a heads, k key/value heads, d head size, f feed-forward size,
-  V vocabulary size, s sequence length.
+  V vocabulary size, s sequence length. A = a d is the width of all query heads together.
 - Degrees of parallelism: t tensor parallelism, p pipeline parallelism, v virtual stages per
   pipeline device, c context parallelism, r data parallelism (replicas).
 - Batch: b micro-batch size and B global batch size in sequences, m micro-batches per step.
@@ -69,10 +69,31 @@ class Layouts(ArrayColumns):
     hidden_size: Array
     num_heads: Array
     num_kv_heads: Array
+    head_size: Array
     ffn_hidden_size: Array
     vocab_size: Array
     sequence_length: Array
     gated: Array
+    has_layernorm: Array
+    """Whether the norms are LayerNorms, which have biases. Otherwise they are RMSNorms."""
+    has_learned_positions: Array
+    num_block_norms: Array
+    """Number of norms of one block, without those of queries and keys."""
+    parallel_residual: Array
+    """Whether attention and feed-forward read the same residual stream."""
+    has_qk_norm: Array
+    zero_centered_norm: Array
+    """Whether norms store their weights as offsets from 1, and compute in fp32."""
+    split_vectors: Array
+    """Number of biases and norm weights of one block that tensor parallel ranks split
+    (`ModelSpec.split_vectors`)."""
+    unsplit_vectors: Array
+    """Number of biases and norm weights of one block of which each tensor parallel rank has a
+    copy (`ModelSpec.unsplit_vectors`)."""
+    local_share: Array
+    """Share of the layers, 0 to 1, with an attention window that is shorter than the sequence."""
+    window: Array
+    """Attention window in tokens. 0 means no window."""
     tied_embeddings: Array
     tensor_parallel: Array
     pipeline_parallel: Array
@@ -134,6 +155,23 @@ class Layouts(ArrayColumns):
     """Whether the layout is trained by plain torch code on a GPU, such as the kit's decoder, and
     not in fp32. Each operation is then a separate kernel unless `compiled` is set, and FSDP2
     implements ZeRO."""
+    separate_inputs: Array
+    """Whether each column-split matrix of a `native` layout with tensor parallelism reduces the
+    gradient of its input by itself (KempnerForge). Otherwise matrices with a common input share
+    one gathered copy of it, and its gradient is reduced once (the kit, torchtitan)."""
+    gathers_logits: Array
+    """Whether each tensor parallel rank of a `native` layout gathers the logits of the whole
+    vocabulary and computes the loss of all tokens (KempnerForge)."""
+    reduces_once: Array
+    """Whether ZeRO 2 and 3 of a `native` layout reduce gradients only after the last micro-batch of
+    a step, so that whole gradients are accumulated before. Otherwise they reduce after each
+    micro-batch."""
+    recomputed_products: Array
+    """Share, 0 to 1, of the matrix products of a layer that selective recomputation repeats: 1/2 in
+    torchtitan, 0 in other code bases."""
+    muon: Array
+    """Whether Muon trains the matrices of the layers, and AdamW all other weights. Otherwise AdamW
+    trains all weights."""
     precision: ClassVar[Precision] = "bf16"
     """Precision of all layouts. The rules that check a plan read this attribute."""
     compile: ClassVar[bool] = False
@@ -145,13 +183,14 @@ class Layouts(ArrayColumns):
         """Returns the layouts that `plans` describe, one layout per plan. `spec` is one model for
         all plans, or a sequence with one model per plan.
 
-        Keyword arguments `kernels` set columns whose names are in `KERNELS`, as numbers or arrays.
-        The engine of each plan determines some of these columns if they are not set. All others
-        have the defaults in `KERNELS`.
+        The keyword arguments `kernels` set attributes of the layouts whose names are in `KERNELS`,
+        as numbers or arrays. If such an attribute is not set, the engine of each plan determines
+        it, or it has the default in `KERNELS`.
         """
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
         columns = {name: _column([getattr(each, name) for each in specs]) for name in SHAPES}
+        columns["window"] = _column([float(each.sliding_window or 0) for each in specs])
         columns["num_kv_heads"] *= [
             plan.kv_replication(each) for plan, each in zip(plans, specs, strict=True)
         ]
@@ -164,8 +203,14 @@ class Layouts(ArrayColumns):
             name: np.array([getattr(plan, name) or 0 for plan in plans], dtype=float)
             for name in OPTIONAL
         }
+        # A soft cap of the attention scores needs unfused attention.
+        flash_attention = [
+            0 if each.attn_logit_softcapping else plan.capabilities.flash_attention
+            for each, plan in zip(specs, plans, strict=True)
+        ]
         own = {
-            "flash_attention": [plan.capabilities.flash_attention for plan in plans],
+            "flash_attention": flash_attention,
+            "fused_softmax": [each.attn_logit_softcapping is None for each in specs],
             "compiled": [plan.compile for plan in plans],
             "native": [
                 plan.capabilities.is_torch_native and plan.precision != "fp32" for plan in plans
@@ -192,10 +237,17 @@ class Layouts(ArrayColumns):
 
     @cached_property
     def kv_size(self) -> Array:
-        """Width of all key heads together: K = h k / a, with hidden size h, k key/value heads and a
-        query heads. All value heads together have an equal width.
+        """Width of all key heads together: K = k d, with k key/value heads and head size d. All
+        value heads together have an equal width.
         """
-        return self.hidden_size * self.num_kv_heads / self.num_heads
+        return self.num_kv_heads * self.head_size
+
+    @cached_property
+    def attention_size(self) -> Array:
+        """Width of all query heads together: A = a d, with a query heads and head size d. In most
+        models it is the hidden size.
+        """
+        return self.num_heads * self.head_size
 
     @cached_property
     def sequence_shards(self) -> Array:
@@ -206,8 +258,8 @@ class Layouts(ArrayColumns):
 
     @cached_property
     def plain(self) -> Array:
-        """Number that is 1 for GPT-style layers (LayerNorm, biases, learned positions) and 0 for
-        gated layers. Formulas multiply a term of GPT-style layers by this number.
+        """Number that is 1 for layers without a gate in feed-forward, as in GPT, and 0 for gated
+        layers. Formulas multiply a term of layers without a gate by this number.
         """
         return 1 - self.gated.astype(self.hidden_size.dtype)
 
@@ -227,7 +279,7 @@ class Layouts(ArrayColumns):
         return self.pipeline_parallel * self.virtual_stages
 
     @cached_property
-    def most_layers(self) -> Array:
+    def max_layers_per_device(self) -> Array:
         """Number of layers on the pipeline device with the most layers: v ceil(L / (p v)), with L
         layers, p pipeline devices and v virtual stages per device.
         """
@@ -238,7 +290,7 @@ class Layouts(ArrayColumns):
         """Share of the layers of a device, 0 to 1, that full recomputation recomputes. It is 1 if
         `recompute_layers` is 0.
         """
-        some = self.recompute_layers / self.most_layers
+        some = self.recompute_layers / self.max_layers_per_device
         return self.where(self.recompute_layers > 0, np.minimum(some, 1.0), 1.0)
 
     @property
@@ -340,10 +392,20 @@ SHAPES = (
     "hidden_size",
     "num_heads",
     "num_kv_heads",
+    "head_size",
     "ffn_hidden_size",
     "vocab_size",
     "sequence_length",
     "gated",
+    "has_layernorm",
+    "has_learned_positions",
+    "num_block_norms",
+    "parallel_residual",
+    "has_qk_norm",
+    "zero_centered_norm",
+    "split_vectors",
+    "unsplit_vectors",
+    "local_share",
     "tied_embeddings",
 )
 DEGREES = (
@@ -374,6 +436,11 @@ KERNELS: dict[str, Any] = {
     "weight_bytes": 2.0,
     "offloaded_layers": 0.0,
     "native": False,
+    "separate_inputs": False,
+    "gathers_logits": False,
+    "reduces_once": False,
+    "recomputed_products": 0.0,
+    "muon": False,
 }
 CAST_BYTES = {"fp8": 6.0, "mxfp8": 12.0, "nvfp4": 12.0}
 """Maps a precision to the bytes of memory traffic with which Transformer Engine casts one element

@@ -20,10 +20,11 @@ sequence parallelism, otherwise 1. ZeRO shards over r c ranks. The terms of a de
   If the loss is computed in chunks, it needs the copies of one chunk and the gradient of its input.
   With several chunks it also needs the fp32 sum of gradients of the output projection.
 - buffers: pipeline messages, gathered weights and unsharded gradients of ZeRO, key/value blocks of
-  context parallelism.
+  context parallelism, the mask of attention windows.
 - late bytes: memory allocated after activations are freed. These are the gradients of a single
   micro-batch, if the code base allocates gradients anew in each step, and the copy in which sums of
-  gradients are reduced. Where they exceed the freed activations, they count as workspace.
+  gradients are reduced, or the buffers of Muon. Where they exceed the freed activations, they count
+  as workspace.
 - reserve: everything that is not modelled (`out_of_memory.py`).
 """
 
@@ -266,7 +267,7 @@ class _PipelineDevices(ModelState):
         over pipeline devices.
         """
         x = self.layouts
-        return x.most_layers * x.pipeline_parallel == x.num_layers + 2
+        return x.max_layers_per_device * x.pipeline_parallel == x.num_layers + 2
 
     @cached_property
     def head_bytes(self) -> Array:
@@ -321,15 +322,24 @@ class _PipelineDevices(ModelState):
         A pipeline needs 8 T h / q bytes, with T tokens, hidden size h and sequence split over q
         ranks. Ring context parallelism needs 8 T K / t bytes, with width K of all key heads and
         tensor parallel degree t. These buffers hold the keys and values in use, and the next keys
-        and values, which arrive meanwhile. All-to-all context parallelism needs 4 T (h + K) / t
-        bytes for query, key, value and result.
+        and values, which arrive meanwhile. All-to-all context parallelism needs 4 T (A + K) / t
+        bytes for query, key, value and result, with width A of all query heads.
         """
         x = self.layouts
         pipeline = np.where(self.has_pipeline, 8 * x.hidden_size / x.sequence_shards, 0.0)
         is_ring = x.context_exchange == EXCHANGES.index("ring")
-        context = np.where(is_ring, 8 * x.kv_size, 4 * (x.hidden_size + x.kv_size))
+        context = np.where(is_ring, 8 * x.kv_size, 4 * (x.attention_size + x.kv_size))
         context = (x.context_parallel > 1) * (context / x.tensor_parallel)
         return pipeline * x.tokens + context * x.tokens
+
+    @cached_property
+    def window_mask_bytes(self) -> Array:
+        """Bytes of the mask of attention windows: 2 s^2 in bf16, with sequence length s. All layers
+        share one mask (`kit.model.past.Past.with_additive_mask`). Code bases with kernels for
+        attention windows have no mask.
+        """
+        x = self.layouts
+        return np.where(x.native & (x.local_share > 0), 2 * x.sequence_length**2, 0.0)
 
     @cached_property
     def gathered_output_bytes(self) -> Array:
@@ -355,7 +365,7 @@ class _PipelineDevices(ModelState):
         tokens = self.layouts.tokens
         if layers is None:
             num_ends = np.add(is_first, is_last, dtype=tokens.dtype)
-            layers = x.most_layers - self.counts_ends_as_layers * num_ends
+            layers = x.max_layers_per_device - self.counts_ends_as_layers * num_ends
         params = self.params(layers, is_first, is_last)
         in_flight = microbatches_in_flight(x, stage)
         # Messages to the next stage are split over tensor ranks, as in Megatron and DeepSpeed.
@@ -372,13 +382,23 @@ class _PipelineDevices(ModelState):
         recomputed = tokens * (layer.workspace_bytes - head) + self.block_gradient_bytes
         loss = tokens * np.where(is_last, self.loss_bytes, 0.0)
         late = self.late_bytes_per_param * params + self.block_gradient_bytes - activations - ends
+        bytes_per_param = self.bytes_per_param
+        state_bytes = params * self.state_bytes_per_param
+        if np.any(x.muon):
+            saved = self.muon_saved_bytes(layers)
+            optimizer = bytes_per_param["optimizer"] - saved / params
+            bytes_per_param = bytes_per_param | {"optimizer": optimizer}
+            state_bytes = state_bytes - saved
+            late = np.maximum(late, self.muon_late_bytes(layers) - activations - ends)
         gathered_output = np.where(is_last, self.gathered_output_bytes, 0.0)
         return StageMemory(
             params=params,
-            bytes_per_param=self.bytes_per_param,
-            state_bytes=params * self.state_bytes_per_param,
+            bytes_per_param=bytes_per_param,
+            state_bytes=state_bytes,
             activations=activations,
             embedding_logits=ends,
             workspace=np.maximum(np.maximum(recomputed, loss), late),
-            buffers=self.message_bytes + self.gathering_bytes + gathered_output,
+            buffers=(
+                self.message_bytes + self.gathering_bytes + gathered_output + self.window_mask_bytes
+            ),
         )

@@ -148,16 +148,17 @@ class _Operations(NamedTuple):
 
 
 def _one_directional(schedule: str, p: int, m: int, v: int) -> list[_Operations]:
-    """Returns the operations of a schedule in which each micro-batch passes the devices in one
-    direction. There are p devices, m micro-batches and v stages per device.
+    """Returns the operations of a schedule in which each micro-batch goes from device 0 to device p
+    - 1, once for each of its v stages per device. There are p devices and m micro-batches.
 
     Device r (from 0) first runs `warm_up` forward passes, then forward and backward passes in turn.
-    Its k-th forward pass and its k-th backward pass go through its v stages in rounds of
-    micro-batches. Each operation has a time slot, and a device runs its operations in the order of
-    their slots. Forward pass k has slot k - warm_up, and backward pass k has slot k. In the
-    zero-bubble schedule, device r computes weight gradients r slots later. This needs no more
-    memory than 1F1B. Three consecutive values of `slot` make one time slot, one value for each kind
-    of operation.
+    A round is a group of about p micro-batches. In each round the device runs stage 0 for all
+    micro-batches of the round, then stage 1, and so on. The index k counts its forward passes and
+    its backward passes in this order. Each operation has a time slot, and a device runs its
+    operations in the order of their slots. Forward pass k has slot k - warm_up, and backward pass k
+    has slot k. In the zero-bubble schedule, device r computes weight gradients r slots later. This
+    needs no more memory than 1F1B. Three consecutive values of `slot` make one time slot, one value
+    for each kind of operation.
     """
     rank = np.arange(p)[:, None]
     k = np.arange(m * v)

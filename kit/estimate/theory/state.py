@@ -1,9 +1,9 @@
 """Bytes of weights, gradients and optimizer states on a device, after ZeRO shards them. This module
 does not import torch.
 
-Symbols: h hidden size, f feed-forward size, V vocabulary size, s sequence length, K width of all
-key heads together, t tensor parallel, p pipeline parallel, c context parallel, r data parallel
-degree.
+Symbols: h hidden size, f feed-forward size, V vocabulary size, s sequence length, A width of all
+query heads together, K width of all key heads together, t tensor parallel, p pipeline parallel, c
+context parallel, r data parallel degree.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from cluster.record import Record, field_doc
 from kit.config.plan import Precision
 from kit.engines.capabilities import EngineName, capabilities_of
 from kit.estimate.theory.activations import Kernels
+from kit.estimate.theory.layer import layer_params
 from kit.estimate.theory.layouts import Array, Layouts
 
 
@@ -26,7 +27,7 @@ class Convention(Record):
     """
 
     name: str = field_doc(
-        "paper or program that counts bytes in this way, and the sum per parameter"
+        "label: the paper, program or kind of training with these numbers of bytes, and their sum"
     )
     weights: float = field_doc("bytes per parameter of the weights used in matrix products")
     gradients: float | None = field_doc(
@@ -36,6 +37,8 @@ class Convention(Record):
     optimizer: float = field_doc("bytes per parameter of master weights and moments")
 
 
+ROUND_ELEMENTS = 2**26
+"""Value of `kit.parallel.whole_matrices.ROUND_ELEMENTS`, whose module imports torch."""
 CONVENTIONS = {
     # Weights are bf16, and the layout determines the bytes of a gradient. The optimizer has an fp32
     # master weight and two fp32 moments (ZeRO paper, arXiv 1910.02054, section 3.1).
@@ -101,30 +104,25 @@ class ModelState:
 
     @cached_property
     def block_params(self) -> Array:
-        """Number of weights of one layer on a device: (h (2 h + 2 K) + 3 h f) / t in matrices, and
-        2 h in two norms. Here h is the hidden size, K the width of all key heads, f the
-        feed-forward size and t the tensor parallel degree.
-
-        GPT-style layers have 2 h f instead of 3 h f. In addition they have (h + 2 K + f) / t biases
-        of column-split matrices, and 4 h other biases.
+        """Number of weights of one layer on a device: (h (2 A + 2 K) + 3 h f) / t in matrices, or 2
+        h f instead of 3 h f without a gate. Here h is the hidden size, A the width of all query
+        heads, K the width of all key heads, f the feed-forward size and t the tensor parallel
+        degree. Biases and norm weights are added.
         """
         x = self.layouts
-        plain = self.layouts.plain
         hidden_size = self.layouts.hidden_size
-        attention = hidden_size * (2 * hidden_size + 2 * x.kv_size)
-        feed_forward = (3 - plain) * hidden_size * x.ffn_hidden_size
-        biases = plain * (hidden_size + 2 * x.kv_size + x.ffn_hidden_size)
-        norms = (2 + 4 * plain) * hidden_size
-        return (attention + feed_forward + biases) / x.tensor_parallel + norms
+        attention = hidden_size * (2 * x.attention_size + 2 * x.kv_size)
+        feed_forward = (3 - x.plain) * hidden_size * x.ffn_hidden_size
+        split = attention + feed_forward + x.split_vectors
+        return split / x.tensor_parallel + x.unsplit_vectors
 
     @cached_property
     def embedding_params(self) -> Array:
         """Number of weights of the first pipeline device outside its layers: the embedding (hidden
-        size x vocabulary size / tensor parallel degree), and learned positions of GPT-style models
-        (hidden size x sequence length).
+        size x vocabulary size / tensor parallel degree), and learned positions (hidden size x
+        sequence length) if the model has them.
         """
-        x = self.layouts
-        return self._table_params + x.plain * x.hidden_size * x.sequence_length
+        return self._table_params + self._position_params
 
     @cached_property
     def output_params(self) -> Array:
@@ -136,11 +134,16 @@ class ModelState:
         code ties them (`Kernels.tied_positions`).
         """
         x = self.layouts
-        plain = self.layouts.plain
-        positions = plain * x.hidden_size * x.sequence_length
         output = self._table_params * (self.has_pipeline | np.logical_not(x.tied_embeddings))
-        norm = (1 + plain) * x.hidden_size
-        return output + norm + positions * (self.has_pipeline & self.kernels.tied_positions)
+        norm = x.where(x.has_layernorm, 2.0, 1.0) * x.hidden_size
+        are_tied = self.has_pipeline & self.kernels.tied_positions
+        return output + norm + self._position_params * are_tied
+
+    @cached_property
+    def _position_params(self) -> Array:
+        """Number of weights of learned positions: hidden size x sequence length, or 0."""
+        x = self.layouts
+        return x.where(x.has_learned_positions, 1.0, 0.0) * x.hidden_size * x.sequence_length
 
     @cached_property
     def _table_params(self) -> Array:
@@ -212,6 +215,31 @@ class ModelState:
             "gradients": np.where(zero_stage < 3, sums + copy, sums),
             "optimizer": convention.optimizer * self.shard_fraction,
         }
+
+    def muon_saved_bytes(self, layers: Array) -> Array:
+        """Returns the bytes of optimizer state by which a pipeline device with `layers` layers
+        needs less memory with Muon than with AdamW: one fp32 moment of each matrix.
+        """
+        x = self.layouts
+        matrices = layers * layer_params(x) / x.tensor_parallel
+        return x.muon * 4.0 * self.shard_fraction * matrices
+
+    def muon_late_bytes(self, layers: Array) -> Array:
+        """Returns the bytes that the update of Muon needs on a pipeline device with `layers`
+        layers, after activations are freed. They are counted from the kit's source.
+
+        A rank has its shards of all updates, 2 bytes per element. In addition it has five buffers
+        for the matrices of a round: shards that arrive, whole matrices, their orthogonalisation,
+        and results that leave and arrive (`kit.parallel.whole_matrices`). A round has at most
+        ROUND_ELEMENTS elements on a rank, but at least one matrix.
+        """
+        x = self.layouts
+        matrices = layers * layer_params(x)
+        ranks = x.tensor_parallel * x.context_parallel * x.data_parallel
+        largest = x.hidden_size * np.maximum(x.hidden_size, x.ffn_hidden_size)
+        in_round = np.maximum(largest, np.minimum(matrices / ranks, ROUND_ELEMENTS))
+        own = self.shard_fraction * matrices / x.tensor_parallel
+        return x.muon * (2.0 * own + 10.0 * in_round)
 
     @cached_property
     def state_bytes_per_param(self) -> Array:

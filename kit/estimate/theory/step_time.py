@@ -72,9 +72,17 @@ class StepTime:
         pipeline = (
             self.layouts.num_microbatches * self.slowest_stage_s + self.bubble_s + self.filling_s
         )
-        return self.coefficients.factor * (
-            pipeline + self.data_parallel_s + self.optimizer_s + self.fixed_s
-        )
+        return self.factor * (pipeline + self.data_parallel_s + self.optimizer_s + self.fixed_s)
+
+    @cached_property
+    def factor(self) -> Array | float:
+        """Factor by which the whole step is slower than the sum of the modelled work. Plain torch
+        code has a further factor (`Coefficients.torch_factor`).
+        """
+        x = self.layouts
+        if not np.any(x.native):
+            return self.coefficients.factor
+        return self.coefficients.factor * x.where(x.native, self.coefficients.torch_factor, 1.0)
 
     @property
     def terms_s(self) -> dict[str, Array]:
@@ -92,7 +100,7 @@ class StepTime:
             "optimizer": self.optimizer_s,
             "overhead": m * self.coefficients.microbatch_s + self.fixed_s,
         }
-        factor = self.coefficients.factor
+        factor = self.factor
         shape = np.shape(self.total_s)
         return {name: np.broadcast_to(factor * terms[name], shape) for name in TERMS}
 
@@ -154,7 +162,12 @@ class StepTime:
         moved = tokens * (hidden_size + vocab_size) + hidden_size * vocab_size
         product = product_seconds(tokens, hidden_size, vocab_size, 1.0, rate, self.coefficients)
         product = product + 2 * moved / self.layer.memory_bytes_per_s
-        return 3 * product + 1.5 * (14 * tokens * vocab_size / self.layer.memory_bytes_per_s)
+        loss = 1.5 * (14 * tokens * vocab_size / self.layer.memory_bytes_per_s)
+        if not np.any(x.gathers_logits):
+            return 3 * product + loss
+        size = 2 * tokens * x.vocab_size
+        gather = all_gather_seconds(size, x.tensor_parallel, self.links.tensor)
+        return 3 * product + np.where(x.gathers_logits, gather + x.tensor_parallel * loss, loss)
 
     @cached_property
     def has_few_micro_batches(self) -> Array:
@@ -191,7 +204,7 @@ class StepTime:
         x = self.layouts
         part = self.coefficients.pipeline_exposed * self.sends_s
         if np.any(x.data_overlap & (x.virtual_stages > 1)):
-            beside = exposed_seconds(self.sends_s, x.most_layers * self.layer.total_s)
+            beside = exposed_seconds(self.sends_s, x.max_layers_per_device * self.layer.total_s)
             part = np.where(x.data_overlap & (x.virtual_stages > 1), beside, part)
         return np.where(self.has_few_micro_batches, 0.0, part)
 
@@ -207,7 +220,7 @@ class StepTime:
         """Seconds per micro-batch of the pipeline device with the most layers, without embedding
         and logits.
         """
-        return self.layouts.most_layers * self.layer.total_s + self.beside_layers_s
+        return self.layouts.max_layers_per_device * self.layer.total_s + self.beside_layers_s
 
     @cached_property
     def mean_stage_s(self) -> Array:
@@ -228,7 +241,7 @@ class StepTime:
         the others, as in training frameworks. The time is at least the mean over all devices.
         """
         p = self.layouts.pipeline_parallel
-        lighter = p * self.layouts.most_layers > self.layouts.num_layers
+        lighter = p * self.layouts.max_layers_per_device > self.layouts.num_layers
         last = self.inner_stage_s - lighter * self.layer.total_s + self.logits_s
         ends = np.where(p > 1, np.maximum(self.inner_stage_s + self.embedding_s, last), 0.0)
         return np.maximum(ends, self.mean_stage_s)
@@ -300,17 +313,74 @@ class StepTime:
         device with the most layers.
         """
         x = self.layouts
-        layers = x.most_layers * layer_params(x)
+        layers = x.max_layers_per_device * layer_params(x)
         return (layers + x.vocab_size * x.hidden_size) / x.tensor_parallel
 
     @property
     def optimizer_s(self) -> Array:
         """Seconds per step of AdamW. Memory traffic is 44 bytes per parameter that the rank
-        updates, and 6 bytes per parameter of the device for gradient norm and cast.
+        updates, and 6 bytes per parameter of the device for gradient norm and cast. If Muon trains
+        the matrices, `muon_s` is added.
         """
+        adamw = (44 * self._owned(self.device_params) + 6 * self.device_params) / (
+            self.layer.memory_bytes_per_s
+        )
+        return adamw + self.muon_s if np.any(self.layouts.muon) else adamw
+
+    def _owned(self, params: Array) -> Array:
+        """Returns how many of `params` parameters of a device its rank updates."""
         sharded = self.layouts.zero_stage >= 1
-        owned = np.where(sharded, self.device_params / self.layouts.num_shards, self.device_params)
-        return (44 * owned + 6 * self.device_params) / self.layer.memory_bytes_per_s
+        return np.where(sharded, params / self.layouts.num_shards, params)
+
+    @property
+    def muon_s(self) -> Array:
+        """Seconds per step by which Muon takes longer than AdamW. The value is 0 where
+        `layouts.muon` is false.
+
+        It has three parts. Each element of a matrix has 12 bytes less memory traffic than with
+        AdamW: 32 bytes for momentum, weights and buffers. The Newton-Schulz products of all
+        matrices of a pipeline device (`orthogonalisation_s`) are shared equally among its tensor,
+        context and data parallel ranks, but one matrix is the work of one rank. A rank sends its
+        shards to the owners of the matrices, and receives its shards of the results, with 2 bytes
+        per element.
+        """
+        x = self.layouts
+        ranks = x.tensor_parallel * x.context_parallel * x.data_parallel
+        matrices = x.max_layers_per_device * layer_params(x)
+        owned = self._owned(matrices / x.tensor_parallel)
+        one_layer_s, longest_s = self.orthogonalisation_s
+        products_s = np.maximum(longest_s, x.max_layers_per_device * one_layer_s / ranks)
+        has_replicas = x.context_parallel * x.data_parallel > 1
+        rate = np.where(has_replicas, self.links.data.rate, self.links.tensor.rate)
+        sent_s = np.where(ranks > 1, 2 * (matrices / ranks + owned) / rate, 0.0)
+        saved_s = 12 * owned / self.layer.memory_bytes_per_s
+        return x.muon * (products_s + sent_s - saved_s)
+
+    @property
+    def orthogonalisation_s(self) -> tuple[Array, Array]:
+        """Seconds of the Newton-Schulz iterations as (all matrices of one layer, the largest
+        matrix). Each of 5 iterations has three products in bf16, of sizes m x n x m, m x m x m and
+        m x m x n, with the smaller dimension m and the larger dimension n.
+        """
+        x = self.layouts
+        rate = self.hardware.attention_flops_per_s
+        shapes = [
+            (2.0, x.hidden_size, x.hidden_size),
+            (2.0, x.kv_size, x.hidden_size),
+            (2.0 + x.gated, x.hidden_size, x.ffn_hidden_size),
+        ]
+        layer_s: Any = 0.0
+        longest_s: Any = 0.0
+        for count, rows, columns in shapes:
+            m = np.minimum(rows, columns)
+            n = np.maximum(rows, columns)
+            products = [(m, n, m), (m, m, m), (m, m, n)]
+            one_s = 5 * sum(
+                product_seconds(*product, 1.0, rate, self.coefficients) for product in products
+            )
+            layer_s = layer_s + count * one_s
+            longest_s = np.maximum(longest_s, one_s)
+        return layer_s, longest_s
 
     @cached_property
     def once_per_step_s(self) -> Array:
@@ -346,7 +416,9 @@ class StepTime:
         """
         size = bytes_per_param * self.device_params
         ranks = self.layouts.num_shards
-        return all_gather_seconds(size, ranks, self.links.shard, steps=self.layouts.most_layers)
+        return all_gather_seconds(
+            size, ranks, self.links.shard, steps=self.layouts.max_layers_per_device
+        )
 
     @property
     def overlap_window_s(self) -> Array:
@@ -373,6 +445,8 @@ class StepTime:
         `data_overlap`, weights are gathered during forward passes too, and both overlap with
         `overlap_window_s` seconds of computation. ZeRO 3 gathers weights in both passes of each
         micro-batch, and reduce-scatters gradients in each backward pass.
+
+        In FSDP2, ZeRO 2 reduces gradients in each backward pass too, unless `reduces_once` is set.
         """
         x = self.layouts
         m = x.num_microbatches
@@ -382,18 +456,52 @@ class StepTime:
             x.data_overlap, self.overlap_window_s, np.where(waits, 0.0, BACKWARD * stage)
         )
         data = exposed_seconds(self.gradient_reduction_s + self.once_per_step_s, beside)
-        is_third = x.zero_stage >= 3
-        if not np.any(is_third):
-            return data
-        bulk = fully = data
-        if not np.all(x.native):
-            gathers = 2 * self._layerwise_seconds(x.gathered_bytes)
-            sent = gathers + self._layerwise_seconds(x.gradient_bytes)
-            last = exposed_seconds(sent + self.once_per_step_s, stage)
-            bulk = (m - 1) * exposed_seconds(sent, stage) + last
         if np.any(x.native):
-            fully = self._fully_sharded_seconds()
-        return np.where(is_third, np.where(x.native, fully, bulk), data)
+            scatter = self._layerwise_seconds(x.gradient_bytes)
+            early = (self._num_reductions - 1) * exposed_seconds(scatter, BACKWARD * stage)
+            data = data + np.where(x.native & (x.zero_stage == 2), early, 0.0)
+        is_third = x.zero_stage >= 3
+        if np.any(is_third):
+            bulk = fully = data
+            if not np.all(x.native):
+                gathers = 2 * self._layerwise_seconds(x.gathered_bytes)
+                sent = gathers + self._layerwise_seconds(x.gradient_bytes)
+                last = exposed_seconds(sent + self.once_per_step_s, stage)
+                bulk = (m - 1) * exposed_seconds(sent, stage) + last
+            if np.any(x.native):
+                fully = self._fully_sharded_seconds()
+            data = np.where(is_third, np.where(x.native, fully, bulk), data)
+        if np.any(x.native):
+            data = data + np.where(x.native & (x.num_shards > 1), self._fsdp2_copies_s, 0.0)
+        return data
+
+    @property
+    def _num_reductions(self) -> Array:
+        """Number of times per step that FSDP2 reduces gradients over the ranks: once per
+        micro-batch with ZeRO 2 and 3, otherwise once. With a pipeline, or if `reduces_once` is set,
+        it is once too.
+        """
+        x = self.layouts
+        once = (x.zero_stage < 2) | (x.pipeline_parallel > 1) | x.reduces_once
+        return x.where(once, 1.0, x.num_microbatches)
+
+    @property
+    def _fsdp2_copies_s(self) -> Array:
+        """Seconds per step in which FSDP2 copies weights and gradients between its parameters and
+        the buffers of its collectives. The copies run on the stream of the computation, so nothing
+        hides them (torch.distributed.fsdp, `foreach_all_gather_copy_out` and
+        `foreach_reduce_scatter_copy_in`).
+
+        After each all-gather, a weight is read and written once. Before each reduce-scatter, a
+        gradient in bf16 is read, and written with `gradient_bytes`. ZeRO 3 gathers weights in both
+        passes of each micro-batch, ZeRO 1 and 2 once per step.
+        """
+        x = self.layouts
+        num_gathers = x.where(x.zero_stage >= 3, 2 * x.num_microbatches, 1.0)
+        num_gathers = x.where(x.zero_stage >= 1, num_gathers, 0.0)
+        moved = num_gathers * 2 * x.gathered_bytes
+        moved = moved + self._num_reductions * (2 + x.gradient_bytes)
+        return moved * self.device_params / self.layer.memory_bytes_per_s
 
     def _fully_sharded_seconds(self) -> Array:
         """Returns the exposed seconds per step of the communication of ZeRO 3 in FSDP2, the part
@@ -404,23 +512,23 @@ class StepTime:
         by which this communication exceeds the computation is exposed. The gather of the first
         layer of each pass and the last reduce-scatter of a step do not overlap with anything.
         Communication that is made once per step overlaps with the last backward pass. It reduces
-        the gradients of shard copies and, with a pipeline, all gradients.
+        the gradients of shard copies and, with a pipeline or `reduces_once`, all gradients.
         """
         x = self.layouts
         m = x.num_microbatches
         once = self.once_per_step_s
-        has_pipeline = x.pipeline_parallel > 1
+        scatters_once = (x.pipeline_parallel > 1) | x.reduces_once
         gather = self._layerwise_seconds(x.gathered_bytes)
         scatter = self._layerwise_seconds(x.gradient_bytes)
         forward_work = (1 - BACKWARD) * self.inner_stage_s
         backward_work = BACKWARD * self.inner_stage_s
 
-        forward = exposed_seconds(gather, forward_work) + gather / x.most_layers
-        sent_backward = gather + np.where(has_pipeline, 0.0, scatter)
-        sent_last = sent_backward + (once + np.where(has_pipeline, scatter, 0.0))
+        forward = exposed_seconds(gather, forward_work) + gather / x.max_layers_per_device
+        sent_backward = gather + np.where(scatters_once, 0.0, scatter)
+        sent_last = sent_backward + (once + np.where(scatters_once, scatter, 0.0))
         backward = exposed_seconds(sent_backward, backward_work)
         last = exposed_seconds(sent_last, backward_work)
-        return m * forward + (m - 1) * backward + last + (scatter + once) / x.most_layers
+        return m * forward + (m - 1) * backward + last + (scatter + once) / x.max_layers_per_device
 
 
 def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> StepTime:

@@ -94,8 +94,8 @@ def timeline_figure(
 
 
 def _end_s(simulation: Simulation, drawn_microbatches: int | None) -> float:
-    """Returns the time in seconds at which the panel of a simulation ends: the end of the step, or
-    the start of the first micro-batch that is not drawn.
+    """Returns the end, in seconds, of the time axis of a simulation's panel: the end of the step,
+    or the start of the first micro-batch that is not drawn.
     """
     order = simulation.order
     if drawn_microbatches is None or drawn_microbatches >= order.num_microbatches:
@@ -183,7 +183,7 @@ def _title(simulation: Simulation, end_s: float) -> str:
     return (
         f"{TITLES.get(order.name, order.name)}: {layout},"
         f" {batches}\n{100 * simulation.bubble_fraction:.1f} % idle; at most"
-        f" {order.peak_in_flight.max():.3g} of them held"
+        f" {order.peak_in_flight.max():.3g} micro-batches saved"
     )
 
 

@@ -85,7 +85,7 @@ class Trials:
     @classmethod
     def of(cls, study: Any) -> Self:
         """Returns the completed and failed trials of an Optuna study. The name of the study is JSON
-        text (`Trials.words`) with the space, the sampler and the seed of the search.
+        text (`Trials.study_name`) with the space, the sampler and the seed of the search.
         """
         search = json.loads(study.study_name)
         states = optuna().trial.TrialState
@@ -101,7 +101,7 @@ class Trials:
         return cls(space=space, sampler=search["sampler"], seed=search["seed"], trials=trials)
 
     @property
-    def words(self) -> str:
+    def study_name(self) -> str:
         """JSON text with seed, sampler and space of the search: the name of the Optuna study."""
         return json.dumps({"seed": self.seed, "sampler": self.sampler, "space": self.space})
 
@@ -238,7 +238,7 @@ def _journal(storage: Path) -> Any:
 
 def _study(new: Trials, storage: str | Path | None) -> Any:
     """Returns the Optuna study of a search. If the file `storage` contains the study, it is loaded.
-    Otherwise a new study is created, whose name is the JSON text `Trials.words`.
+    Otherwise a new study is created, whose name is the JSON text `Trials.study_name`.
 
     Raises:
         ConfigError: The file contains the trials of another search.
@@ -248,12 +248,13 @@ def _study(new: Trials, storage: str | Path | None) -> Any:
         old = Trials.read(file)
         if dataclasses.replace(old, trials=()) != new:
             raise ConfigError(
-                f"{file} holds another search: {old.words}, not {new.words}. Use another file."
+                f"{file} holds another search: {old.study_name}, not {new.study_name}. Use"
+                " another file."
             )
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     return optuna().create_study(
-        study_name=new.words,
+        study_name=new.study_name,
         storage=file and _journal(file),
         direction="maximize",
         load_if_exists=True,

@@ -151,7 +151,7 @@ SELENE_FITTED = ("factor",)
 keep their mean over the other machines."""
 
 
-def held_out(
+def predict_left_out_runs(
     machine: MeasuredMachine, prior: Prior, *, stacks: bool = False
 ) -> tuple[Array, Array]:
     """Returns (relative errors, half-widths of the 90 % intervals in ln seconds), two arrays with
@@ -199,9 +199,9 @@ def validate(
     """
     if rows_csv is not None:
         return validate_rows(rows_csv, calibrate or 0, seed, site)
-    found = _all_held_out()
+    found = _predict_all_left_out_runs()
     table = [row for each in found for row in _rows_of_machine(*each)]
-    return (*table, _row_of_all([error for _, error, _ in found]))
+    return (*table, _row_of_all([error for _, error, _ in found]), *torch_rows())
 
 
 LIMITS = {
@@ -224,11 +224,11 @@ def predictions() -> dict[str, tuple[Array, Array]]:
     """
     return {
         machine.name: (machine.rows.step_time_s, machine.rows.step_time_s * (1 + error))
-        for machine, error, _ in _all_held_out()
+        for machine, error, _ in _predict_all_left_out_runs()
     }
 
 
-def _all_held_out() -> list[tuple[MeasuredMachine, Array, Array]]:
+def _predict_all_left_out_runs() -> list[tuple[MeasuredMachine, Array, Array]]:
     """Returns (machine, relative errors, half-widths of the 90 % intervals in ln seconds) for each
     machine. The arrays have one element per run. The prior of a machine is computed without the
     machines of its family.
@@ -238,7 +238,9 @@ def _all_held_out() -> list[tuple[MeasuredMachine, Array, Array]]:
     for machine in everything.values():
         prior = population_without(everything, machine.family)
         prior = prior.only(SELENE_FITTED) if machine.name == "Selene" else prior
-        found.append((machine, *held_out(machine, prior, stacks=machine.name == "MI250X")))
+        found.append(
+            (machine, *predict_left_out_runs(machine, prior, stacks=machine.name == "MI250X"))
+        )
     return found
 
 
@@ -278,13 +280,89 @@ def _rows_of_machine(machine: MeasuredMachine, error: Array, half: Array) -> lis
     return rows
 
 
+TORCH_GROUPS: dict[str, Group] = {
+    "model size": size_of,
+    "number of GPUs": lambda run: run.num_devices,
+}
+"""Maps the name of a kind of group to the function that returns the group of a run of plain torch
+code. The runs of one group are left out of the fit together."""
+
+
+def torch_code_bases() -> dict[str, tuple[PublishedRun, ...]]:
+    """Returns a dict from the name of a software stack to its runs, for the packaged runs of plain
+    torch code (FSDP2, DTensor, torch.compile). A stack is a code base on one machine.
+    """
+    found: dict[str, tuple[PublishedRun, ...]] = {}
+    for run in published.load():
+        if run.code_base and run.kind == "measured" and run.status in ("read", "mixed"):
+            found[run.stack] = (*found.get(run.stack, ()), run)
+    return found
+
+
+def torch_rows() -> list[Row]:
+    """Returns rows with the errors of the predicted step times of plain torch code.
+
+    The first rows are about KempnerForge, with the runs of one model size, or of one number of
+    GPUs, left out of the fit. The last rows leave out all runs of a software stack. Each prior of
+    `torch_factor` is computed from other code bases.
+    """
+    stacks = torch_code_bases()
+    kempner = next(runs for runs in stacks.values() if runs[0].code_base == "kempnerforge")
+    others = [runs for runs in stacks.values() if runs[0].code_base != "kempnerforge"]
+    prior = fitting.torch_prior(Prior.default(), [published_rows(runs) for runs in others])
+    rows = []
+    for name, group in TORCH_GROUPS.items():
+        machine = MeasuredMachine(
+            name="KempnerForge",
+            runs=kempner,
+            rows=published_rows(kempner),
+            groups=tuple(group(run) for run in kempner),
+            family="KempnerForge",
+        )
+        error, half = predict_left_out_runs(machine, prior)
+        off = np.abs(error)
+        note = (
+            f"{len(error)} rows, {len(set(machine.groups))} groups; median {np.median(off):.1%},"
+            f" worst {off.max():.0%}; prior of the torch factor from other code bases"
+        )
+        title = f"KempnerForge (FSDP2, DTensor), {name} held out"
+        bias = float(error.mean())
+        inside = float(np.mean(np.abs(np.log1p(error)) <= half))
+        rows += [
+            row(f"{title}: mean error", float(off.mean()), "fraction", at_most=0.08, note=note),
+            row(f"{title}: size of the bias", abs(bias), "fraction", at_most=0.03),
+            row(f"{title}: 90 % interval holds", inside, "fraction", at_least=0.85),
+        ]
+    return [*rows, *_rows_of_left_out_stacks(stacks)]
+
+
+def _rows_of_left_out_stacks(stacks: dict[str, tuple[PublishedRun, ...]]) -> list[Row]:
+    errors = {}
+    covered = {}
+    for stack, runs in stacks.items():
+        others = [published_rows(each) for name, each in stacks.items() if name != stack]
+        found = fitting.prior_only(fitting.torch_prior(Prior.default(), others))
+        error, inside = interval.prediction_errors(published_rows(runs), found, None)
+        errors[stack] = error
+        covered[stack] = float(inside.mean())
+    means = [float(np.abs(error).mean()) for error in errors.values()]
+    title = "plain torch code, no run of its machine or stack"
+    biases = ", ".join(f"{name} {error.mean():+.0%}" for name, error in errors.items())
+    held = float(np.mean([*covered.values()]))
+    return [
+        row(f"{title}: mean error", float(np.mean(means)), "fraction", note=f"bias: {biases}"),
+        row(f"{title}: 90 % interval holds", held, "fraction", at_least=0.85),
+    ]
+
+
 def _row_of_all(errors: list[Array]) -> Row:
     off = [np.abs(error) for error in errors]
     means = [error.mean() for error in off]
     runs = np.concatenate(off)
     note = (
-        f"{len(runs):,} published runs of {len(off)} machines, each predicted without its own group"
-        f" (mean by machine {100 * min(means):.0f} to {100 * max(means):.0f} %)"
+        f"{len(runs):,} published runs of {len(off)} machines, each predicted by a fit without its"
+        " group of similar runs (mean by machine"
+        f" {100 * min(means):.0f} to {100 * max(means):.0f} %)"
     )
     name = "published runs, their own group held out: median error"
     return row(name, float(np.median(runs)), "fraction", note=note)
