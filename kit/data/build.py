@@ -115,12 +115,14 @@ def build_dataset(
     settings = settings.replace(sources=corpus.sources())
     existing = _existing(directory, settings, overwrite)
     if existing is not None:
-        log.say(f"Reusing {directory}: built with the same settings from the same text.")
+        log.log_line(f"Reusing {directory}: built with the same settings from the same text.")
         return existing
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = f".{directory.name}.building-"
     for left in directory.parent.glob(f"{building}*"):
-        log.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
+        log.log_line(
+            f"{left}: of a build that runs now, or of one that was killed: then remove it."
+        )
     processes = Workers(workers or len(os.sched_getaffinity(0)), log)
     with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name:
         folder = Path(name)
@@ -209,8 +211,8 @@ def _part_folder(out_dir: str | Path, settings: BuildSettings, number: int, coun
     others = set(directory.glob("part_*_of_*")) - set(directory.glob(f"part_*_of_{count}"))
     if others:
         raise DataError(
-            f"{min(others)}: of another number of parts than {count}, so text would stand there "
-            f"twice. Remove it, or give another folder."
+            f"{min(others)}: belongs to a build with another number of parts. In a build with"
+            f" {count} parts, its text would occur twice. Remove it, or give another folder."
         )
     return directory / f"part_{number:0{len(str(count))}}_of_{count}"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Self
 
 from cluster.record import Record, counted, field_doc
-from kit.data.detect import TEXT_ENDS, detect, ends
-from kit.data.folder import FORMATS, Unread, files_to_read
+from kit.data.detect import TEXT_ENDS, detect, file_extensions
+from kit.data.folder import FORMATS, UnreadFiles, files_to_read
 from kit.data.installed import DEFAULT_BYTES, installed_files
 from kit.data.readers import (
     END_MARKS,
@@ -29,8 +29,9 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 PIECE_BYTES = 256 * 1024 * 1024
-"""Bytes of files at which a piece of a corpus (the files that one process reads) is complete: 256
-MiB. A file is never divided between pieces, however large it is."""
+"""Minimum size of a piece of a corpus in bytes, 256 MiB. A piece is a group of files that one
+process reads. Files are added until this size is reached. A file is never divided between pieces,
+however large it is. The last piece may be smaller."""
 SourcePaths = str | Path | Sequence[str | Path]
 Files = list[tuple[Path, str]]
 """Files of a corpus, each as (path on disk, name in messages and in names of documents)."""
@@ -152,7 +153,7 @@ class Corpus:
         self.max_bytes = max_bytes
         self.skip_corrupt = skip_corrupt
         self.text_key = text_key
-        self.unread: tuple[Unread, ...] = ()
+        self.unread: tuple[UnreadFiles, ...] = ()
         if sources is None:
             self.max_bytes = max_bytes or DEFAULT_BYTES
             self.skip_corrupt = True
@@ -305,7 +306,7 @@ class Corpus:
 
 def _local_files(
     sources: SourcePaths, text_key: str, allow_unread: bool
-) -> tuple[SourceFiles, tuple[Unread, ...]]:
+) -> tuple[SourceFiles, tuple[UnreadFiles, ...]]:
     """Returns (files of each source, counts of the files in folders that are not read).
 
     If a source is a folder, all files below it that hold text are read.
@@ -322,7 +323,7 @@ def _local_files(
             "sources: the list is empty. Give files or folders, or None for the default corpus."
         )
     groups: SourceFiles = []
-    unread = list[Unread]()
+    unread = list[UnreadFiles]()
     for path in paths:
         if path.is_dir():
             found, others = files_to_read(path, text_key, allow_unread)
@@ -349,7 +350,7 @@ def _check_file(file: Path) -> None:
     except OSError:
         return  # The reader of the file reports why it cannot be opened.
     reason = found.reason
-    if found.kind == "text" and ends(file)[0] not in TEXT_ENDS | {""}:
+    if found.kind == "text" and file_extensions(file)[0] not in TEXT_ENDS | {""}:
         reason = "not one of these formats. If it is text to train on, name it .txt"
     if found.kind in ("other", "pointer") or reason:
         raise DataError(f"{file}: cannot read this format: {reason}. Allowed: {FORMATS}.")
@@ -357,7 +358,7 @@ def _check_file(file: Path) -> None:
 
 def _may_be_text(file: Path) -> bool:
     """Returns whether a file may be plain text, judged by the extension in its name."""
-    return ends(file)[0] in TEXT_ENDS | {""}
+    return file_extensions(file)[0] in TEXT_ENDS | {""}
 
 
 def file_digest(path: Path) -> str:

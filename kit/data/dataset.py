@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from cluster.files import file_size, opened
+from cluster.files import file_size, open_for_reading
 from cluster.record import Record, check_file_name, counted, field_doc, html_table
 from kit.data.corpus import Source
-from kit.data.folder import Unread
+from kit.data.folder import UnreadFiles
 from kit.data.readers import LARGEST_LINE_BYTES, TEXT_KEY
-from kit.data.samples import Samples, Windows
+from kit.data.samples import Samples, SourceSequences
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
 from kit.data.wheels import file_sha256
@@ -150,7 +150,7 @@ class DatasetInfo(Record):
         "number of text files that were read as one document although their lines are JSON objects",
         default=0,
     )
-    unread: tuple[Unread, ...] = field_doc(
+    unread: tuple[UnreadFiles, ...] = field_doc(
         "files in folders of the sources that were not read, counted by kind", default=()
     )
     files: tuple[StoredFile, ...] = field_doc("all files of the dataset folder but dataset.json")
@@ -263,9 +263,9 @@ class Dataset:
                 2^32 - 1.
         """
         file = self.train if part == "train" else self.validation
-        return Samples([Windows([file], sequence_length, seed)], sequence_length)
+        return Samples([SourceSequences([file], sequence_length, seed)], sequence_length)
 
-    def held_out_sequences(self, sequence_length: int) -> int:
+    def num_validation_sequences(self, sequence_length: int) -> int:
         """Returns the number of different sequences of `sequence_length` tokens in the validation
         split.
         """
@@ -280,7 +280,7 @@ class Dataset:
         file.
         """
         file = self.directory / VALIDATION_TEXT
-        with opened(file, follows=True) as stream:
+        with open_for_reading(file, follows=True) as stream:
             lines = iter(lambda: stream.readline(LARGEST_LINE_BYTES), b"")
             for number, line in enumerate(lines, start=1):
                 try:
@@ -295,8 +295,8 @@ class Dataset:
 
         Bits per byte can be compared between tokenizers. A loss per token cannot.
         """
-        held_out = self.info.validation
-        return nats_per_token * held_out.tokens / held_out.text_bytes / math.log(2)
+        validation = self.info.validation
+        return nats_per_token * validation.tokens / validation.text_bytes / math.log(2)
 
     def unigram_baseline(self) -> Baseline:
         """Returns the validation loss of a model that knows only the frequency of each token.
@@ -306,8 +306,8 @@ class Dataset:
         """
         counts = self.train.counts(self.vocab_size) + 1
         log_probability = np.log(counts / counts.sum())
-        held_out = self.validation.counts(self.vocab_size)
-        nats_per_token = float(-(held_out @ log_probability) / held_out.sum())
+        validation = self.validation.counts(self.vocab_size)
+        nats_per_token = float(-(validation @ log_probability) / validation.sum())
         return Baseline(nats_per_token, self.bits_per_byte(nats_per_token))
 
     def __repr__(self) -> str:
@@ -332,10 +332,10 @@ class Dataset:
         read = used + info.duplicates + info.empty + len(info.skipped)
         files = counted(sum(source.files for source in sources), "file")
         on_disk = f"{sum(source.size_bytes for source in sources) / 1e6:.2f} MB"
-        held_out = size(info.validation)
+        validation = size(info.validation)
         if info.cut:
             documents = counted(info.cut, "document")
-            held_out += f", of {documents} the end, since the whole is too large"
+            validation += f", of {documents} the end, since the whole is too large"
         duplicates = counted(info.duplicates, "duplicate")
         left_out = f"{duplicates}, {info.empty} empty, {len(info.skipped)} unreadable"
         if info.skipped_bytes:
@@ -343,7 +343,7 @@ class Dataset:
         facts = [
             ("read", f"{counted(read, 'document')} in {files}, {on_disk}"),
             ("training", size(info.train)),
-            ("held out", held_out),
+            ("held out", validation),
             ("left out", left_out),
         ]
         facts += [("unreadable", line) for line in info.skipped[:MOST_NAMED]]

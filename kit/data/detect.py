@@ -68,7 +68,7 @@ Kind = Literal["text", "lines", "json", "table", "pointer", "other"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Detected:
+class DetectedFormat:
     """Format and compression of a file.
 
     The kind `lines` means one JSON object per line. The kind `json` means an array, or objects that
@@ -84,7 +84,7 @@ class Detected:
     row: dict[str, Any] | None = None
 
 
-class Unpacked(io.RawIOBase):
+class DecompressedStream(io.RawIOBase):
     """Stream of the unpacked bytes of a file.
 
     If the compressed data is truncated, the stream returns all bytes before the truncation, and
@@ -147,7 +147,7 @@ class Unpacked(io.RawIOBase):
         return stream
 
 
-def ends(file: Path) -> tuple[str, str]:
+def file_extensions(file: Path) -> tuple[str, str]:
     """Returns (extension of the format, extension of the compression). A missing extension is "".
 
     A number, as in `part.00000`, is not an extension.
@@ -172,59 +172,59 @@ def compression_of(file: Path) -> str | None:
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     found = next((name for magic, name in MAGIC if head.startswith(magic)), None)
-    named = COMPRESSIONS.get(ends(file)[1])
+    named = COMPRESSIONS.get(file_extensions(file)[1])
     if found is None and named and head and head.lstrip()[:1] not in (b"{", b"["):
         return named
     return found
 
 
-def detect(file: Path) -> Detected:
+def detect(file: Path) -> DetectedFormat:
     """Returns the format and compression of a file. Reads its first bytes or its first JSON object.
 
     Raises:
         OSError: The file cannot be opened.
     """
-    end, packed = ends(file)
+    end, packed = file_extensions(file)
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     if (pointer := POINTER.match(head[:POINTER_BYTES])) is not None:
         reason = "a pointer of Git LFS, not the file itself. Fetch it with `git lfs pull`"
-        return Detected("pointer", reason=reason, size_bytes=int(pointer[1]))
+        return DetectedFormat("pointer", reason=reason, size_bytes=int(pointer[1]))
     if end in TABLE_ENDS and not packed:
-        return Detected("table")
+        return DetectedFormat("table")
     compression = compression_of(file)
     if compression is not None:
         try:
-            with Unpacked(file, compression) as unpacked:
+            with DecompressedStream(file, compression) as unpacked:
                 head = io.BufferedReader(unpacked, HEAD_BYTES).read(HEAD_BYTES)
         except OSError as error:
             if end in TEXT_ENDS:
-                return Detected("text", compression)
+                return DetectedFormat("text", compression)
             if end in LINES_ENDS:
-                return Detected("lines", compression)
-            return Detected("other", compression, f"damaged {compression} data ({error})")
+                return DetectedFormat("lines", compression)
+            return DetectedFormat("other", compression, f"damaged {compression} data ({error})")
     if end in LINES_ENDS:
         kind = "json" if SPREAD.match(head) else "lines"
-        return Detected(kind, compression)
+        return DetectedFormat(kind, compression)
     return _by_head(file, head, compression)
 
 
-def _by_head(file: Path, head: bytes, compression: str | None) -> Detected:
+def _by_head(file: Path, head: bytes, compression: str | None) -> DetectedFormat:
     """Returns the format of a file, detected by `head`, its first unpacked bytes."""
     if head[TAR_MAGIC] == b"ustar":
-        return Detected("other", compression, "a tar archive. Unpack it")
-    if ends(file)[0] in TEXT_ENDS:
-        return Detected("text", compression)
+        return DetectedFormat("other", compression, "a tar archive. Unpack it")
+    if file_extensions(file)[0] in TEXT_ENDS:
+        return DetectedFormat("text", compression)
     if compression is None and head.startswith(TABLES):
-        return Detected("table")
+        return DetectedFormat("table")
     for magic, reason in OTHERS:
         if head.startswith(magic):
-            return Detected("other", compression, reason)
+            return DetectedFormat("other", compression, reason)
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         return _json(file, compression)
     if _is_text(head):
-        return Detected("text", compression)
-    return Detected("other", compression, "not text in UTF-8")
+        return DetectedFormat("text", compression)
+    return DetectedFormat("other", compression, "not text in UTF-8")
 
 
 def _is_text(head: bytes) -> bool:
@@ -237,15 +237,15 @@ def _is_text(head: bytes) -> bool:
     return b"\0" not in head
 
 
-def _json(file: Path, compression: str | None) -> Detected:
+def _json(file: Path, compression: str | None) -> DetectedFormat:
     """Returns the format of a file that begins with a brace or a bracket: one JSON object per line,
     an array or objects over several lines, or plain text.
     """
-    with io.BufferedReader(Unpacked(file, compression), READ_BYTES) as stream:
+    with io.BufferedReader(DecompressedStream(file, compression), READ_BYTES) as stream:
         try:
             head = stream.read(READ_BYTES)
         except OSError as error:
-            return Detected("other", compression, f"damaged {compression} data ({error})")
+            return DetectedFormat("other", compression, f"damaged {compression} data ({error})")
     text = head.decode("utf-8-sig", errors="replace").lstrip()
     first, newline, rest = text.partition("\n")
     try:
@@ -253,9 +253,9 @@ def _json(file: Path, compression: str | None) -> Detected:
     except (ValueError, RecursionError):
         row = None
     if isinstance(row, dict):
-        return Detected("lines", compression, row=row)
+        return DetectedFormat("lines", compression, row=row)
     if not newline and len(head) == READ_BYTES and text.startswith("{"):
-        return Detected("lines", compression)  # The first line is longer than 1 MiB.
+        return DetectedFormat("lines", compression)  # The first line is longer than 1 MiB.
     # The first line is no JSON object. The file may hold an array, or objects over several lines.
     begin = re.match(r"\[?\s*", text)
     assert begin is not None  # The pattern matches an empty text, too.
@@ -264,12 +264,12 @@ def _json(file: Path, compression: str | None) -> Detected:
     except (ValueError, RecursionError):
         # The first object is longer than 1 MiB, or the file is plain text with a bracket in front.
         if len(head) == READ_BYTES and re.match(r'\[?\s*\{\s*"', text):
-            return Detected("json", compression)
-        if ends(file)[0] == ".json":
-            return Detected("other", compression, "damaged JSON")
-        return Detected("text", compression)
+            return DetectedFormat("json", compression)
+        if file_extensions(file)[0] == ".json":
+            return DetectedFormat("other", compression, "damaged JSON")
+        return DetectedFormat("text", compression)
     if isinstance(row, dict):
-        return Detected("json", compression, row=row)
-    if ends(file)[0] == ".json":
-        return Detected("other", compression, "JSON without objects that hold a text")
-    return Detected("text", compression)
+        return DetectedFormat("json", compression, row=row)
+    if file_extensions(file)[0] == ".json":
+        return DetectedFormat("other", compression, "JSON without objects that hold a text")
+    return DetectedFormat("text", compression)

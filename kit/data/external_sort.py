@@ -1,8 +1,9 @@
 """External sort of encoded documents by their place in the training file.
 
-`RunWriter` sorts as many documents as fit in memory and writes them to one file, a run. `merged`
-reads all runs of a build simultaneously, a small batch of each, and yields their documents in
-order. So memory depends neither on the size of the text nor on the number of processes.
+`RunWriter` sorts as many documents as fit in memory and writes them to one file, a run.
+`merge_runs` reads all runs of a build simultaneously, a small batch of each, and yields their
+documents in order. So memory depends neither on the size of the text nor on the number of
+processes.
 """
 
 import heapq
@@ -73,7 +74,7 @@ class RunWriter:
         self._num_bytes = 0
 
 
-def merged(runs: Iterable[Path]) -> Iterator[EncodedDocument]:
+def merge_runs(runs: Iterable[Path]) -> Iterator[EncodedDocument]:
     """Yields the documents of all sorted runs (files) in one common order. Of documents with equal
     text, only the first is yielded.
     """

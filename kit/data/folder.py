@@ -1,6 +1,6 @@
 """Selects the files of a folder that are read as a corpus.
 
-Files that are not read are counted by kind and reason in `Unread`.
+Files that are not read are counted by kind and reason in `UnreadFiles`.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from kit.data.detect import (
     POINTER_BYTES,
     TABLE_ENDS,
     TEXT_ENDS,
-    Detected,
+    DetectedFormat,
     detect,
-    ends,
+    file_extensions,
 )
 from kit.data.readers import OTHER_KEY, keys_of, text_under
 from kit.errors import DataError
@@ -46,7 +46,7 @@ FORMATS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unread(Record):
+class UnreadFiles(Record):
     """Number and size of the files of one kind, in a source folder, that were not read for one
     reason.
     """
@@ -72,7 +72,7 @@ class Unread(Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reason:
+class UnreadReason:
     """Reason why a file is not read, with the kind of the file and its size in bytes."""
 
     kind: str
@@ -87,7 +87,7 @@ class Reason:
 
 def files_to_read(
     folder: Path, text_key: str, allow_unread: bool
-) -> tuple[list[Path], tuple[Unread, ...]]:
+) -> tuple[list[Path], tuple[UnreadFiles, ...]]:
     """Returns (files of a folder that are read as a corpus, sorted by path; counts of the files
     that are not read).
 
@@ -97,8 +97,8 @@ def files_to_read(
             that are read. Or an unread file is a pointer of Git LFS or a link whose target is
             missing.
     """
-    found: dict[Path, Detected] = {}
-    left: dict[Path, Reason] = {}
+    found: dict[Path, DetectedFormat] = {}
+    left: dict[Path, UnreadReason] = {}
     for file in sorted(_walk(folder)):
         reason = _not_opened(file, folder)
         if reason is None:
@@ -109,19 +109,19 @@ def files_to_read(
             found.pop(file, None)
     linked = {file.resolve() for file in found if file.is_symlink()}
     for file in list(found):
-        if not file.is_symlink() and not ends(file)[0] and file.resolve() in linked:
+        if not file.is_symlink() and not file_extensions(file)[0] and file.resolve() in linked:
             found.pop(file)  # Another file is a link to this file, and is read instead.
     plain = [
         file
         for file, kind in found.items()
-        if kind.kind == "text" and ends(file)[0] not in TEXT_ENDS
+        if kind.kind == "text" and file_extensions(file)[0] not in TEXT_ENDS
     ]
     # Text files without an extension are left out, unless all files are such files. Then they are
     # the corpus.
     if len(plain) < len(found):
         for file in plain:
             found.pop(file)
-            left[file] = Reason(_kind(file), "text, but not named .txt", _size(file))
+            left[file] = UnreadReason(_kind(file), "text, but not named .txt", _size(file))
     _leave_out_what_is_not_trained(folder, found, left)
     unread = _counted(folder, left)
     _check(folder, list(found), unread, allow_unread)
@@ -146,7 +146,7 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield Path(place, name)
 
 
-def _not_opened(file: Path, folder: Path) -> Reason | None:
+def _not_opened(file: Path, folder: Path) -> UnreadReason | None:
     """Returns the reason why a file must not be opened, or None if it may be opened.
 
     Raises:
@@ -155,15 +155,15 @@ def _not_opened(file: Path, folder: Path) -> Reason | None:
     """
     inside = file.relative_to(folder)
     if any(part.startswith(".") for part in inside.parts):
-        return Reason("hidden", "hidden files are not read", _size(file), expected=True)
+        return UnreadReason("hidden", "hidden files are not read", _size(file), expected=True)
     if file.is_symlink():
         return _link(file, folder.resolve())
     if not file.is_file():
-        return Reason("special", "neither a file nor a folder", 0)
+        return UnreadReason("special", "neither a file nor a folder", 0)
     return None
 
 
-def _link(file: Path, folder: Path) -> Reason | None:
+def _link(file: Path, folder: Path) -> UnreadReason | None:
     """Returns the reason why a link is not read, or None if it leads to a file of the folder.
 
     Raises:
@@ -173,70 +173,71 @@ def _link(file: Path, folder: Path) -> Reason | None:
     try:
         target = file.resolve()
     except RuntimeError:  # Only Python 3.11 and 3.12 raise RuntimeError.
-        return Reason("missing link", "a link that leads back to itself", 0)
+        return UnreadReason("missing link", "a link that leads back to itself", 0)
     if not target.exists():
         text = f"a link to {os.readlink(file)}, which is missing (git-annex: `git annex get`)"
-        return Reason("missing link", text, 0)
+        return UnreadReason("missing link", text, 0)
     allowed = (folder, folder.parent.parent / "blobs")
     is_inside = any(target.is_relative_to(place) for place in allowed)
     if is_inside and target.is_dir():
-        return Reason("link", "a link to a folder that is read itself", 0, expected=True)
+        return UnreadReason("link", "a link to a folder that is read itself", 0, expected=True)
     if is_inside and target.is_file():
         return None
     if is_inside:
-        return Reason("special", "neither a file nor a folder", 0)
-    end, _ = ends(file)
+        return UnreadReason("special", "neither a file nor a folder", 0)
+    end, _ = file_extensions(file)
     if target.is_dir() or end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS | {"", ".json"}:
         raise DataError(
-            f"{file}: a link to {target}, which is not in this folder. Remove the link; if that"
-            " file is meant, give it as a source of its own."
+            f"{file}: a link to {target}, which is not in this folder. Remove the link. To use the"
+            " target, give its path as a separate source."
         )
-    return Reason("link", "a link out of this folder", 0)
+    return UnreadReason("link", "a link out of this folder", 0)
 
 
-def _detected(file: Path) -> Detected:
+def _detected(file: Path) -> DetectedFormat:
     """Returns the format of a file.
 
     A file with the extension of a text is opened only if it is small enough to be a pointer of Git
     LFS.
     """
-    end, packed = ends(file)
+    end, packed = file_extensions(file)
     if end in TEXT_ENDS and not packed and _size(file) > POINTER_BYTES:
-        return Detected("text")
+        return DetectedFormat("text")
     try:
         return detect(file)
     except OSError as error:
         if end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS | {"", ".json"}:
-            return Detected("lines")  # The reader of the file reports why it cannot be opened.
-        return Detected("other", reason=f"cannot be opened ({error.strerror})")
+            # The reader of the file reports why it cannot be opened.
+            return DetectedFormat("lines")
+        return DetectedFormat("other", reason=f"cannot be opened ({error.strerror})")
 
 
-def _not_text(file: Path, found: Detected, text_key: str) -> Reason | None:
+def _not_text(file: Path, found: DetectedFormat, text_key: str) -> UnreadReason | None:
     """Returns the reason why a file is not read, or None if it is read. The content and the name of
     the file decide.
     """
-    end, _ = ends(file)
+    end, _ = file_extensions(file)
     size = _size(file)
     if found.kind == "pointer":
-        return Reason("Git LFS", found.reason, found.size_bytes, is_data=True)
+        return UnreadReason("Git LFS", found.reason, found.size_bytes, is_data=True)
     was_named = end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS
     if not was_named and (file.name.startswith("_") or size == 0):
-        return Reason("marker", "a marker or an empty file", size, expected=True)
+        return UnreadReason("marker", "a marker or an empty file", size, expected=True)
     if not was_named and CARD.fullmatch(file.stem):
-        return Reason("description", "describes the data", size, expected=True)
+        return UnreadReason("description", "describes the data", size, expected=True)
     if found.kind == "other":
-        return Reason(_kind(file), found.reason, size)
+        return UnreadReason(_kind(file), found.reason, size)
     if found.kind in ("lines", "json") and found.row is not None:
         if text_under(found.row, text_key) is None:
             text = f"JSON without {text_key!r} (found: {keys_of(found.row)}){OTHER_KEY}"
-            return Reason(_kind(file), text, size, is_data=found.compression is not None)
+            return UnreadReason(_kind(file), text, size, is_data=found.compression is not None)
     if found.kind == "text" and end not in TEXT_ENDS | {""}:
-        return Reason(_kind(file), "not one of the formats that are read", size)
+        return UnreadReason(_kind(file), "not one of the formats that are read", size)
     return None
 
 
 def _kind(file: Path) -> str:
-    return "".join(ends(file)) or "without an end"
+    return "".join(file_extensions(file)) or "without an end"
 
 
 def _size(file: Path) -> int:
@@ -247,7 +248,7 @@ def _size(file: Path) -> int:
 
 
 def _leave_out_what_is_not_trained(
-    folder: Path, found: dict[Path, Detected], left: dict[Path, Reason]
+    folder: Path, found: dict[Path, DetectedFormat], left: dict[Path, UnreadReason]
 ) -> None:
     """Moves files that are not training text from `found` to `left`.
 
@@ -261,21 +262,23 @@ def _leave_out_what_is_not_trained(
     looked_at = list(found) if data else []
     for file in looked_at:
         is_text = found[file].kind == "text"
-        is_of_clone = is_clone and ends(file)[0] in (".md", ".py")
+        is_of_clone = is_clone and file_extensions(file)[0] in (".md", ".py")
         if is_text and (CARD.fullmatch(file.stem) or is_of_clone):
-            left[file] = Reason("description", "describes the data", _size(file), expected=True)
+            left[file] = UnreadReason(
+                "description", "describes the data", _size(file), expected=True
+            )
         elif tables and file.name.startswith("cache-"):
-            left[file] = Reason("cache", "written by datasets for itself", _size(file), True)
+            left[file] = UnreadReason("cache", "written by datasets for itself", _size(file), True)
     others = _files_beside_train(folder, found)
     if data:
         others |= _files_of_other_splits(folder, found)
     for file in others - left.keys():
-        left[file] = Reason("split", "another split than train", _size(file), True)
+        left[file] = UnreadReason("split", "another split than train", _size(file), True)
     for file in left:
         found.pop(file, None)
 
 
-def _files_of_other_splits(folder: Path, found: dict[Path, Detected]) -> set[Path]:
+def _files_of_other_splits(folder: Path, found: dict[Path, DetectedFormat]) -> set[Path]:
     """Returns the files of a data set whose paths name a split, but not `train`.
 
     Returns no files if no path names `train`.
@@ -286,7 +289,7 @@ def _files_of_other_splits(folder: Path, found: dict[Path, Detected]) -> set[Pat
     return {file for file, names in splits.items() if names and "train" not in names}
 
 
-def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
+def _files_beside_train(folder: Path, found: dict[Path, DetectedFormat]) -> set[Path]:
     """Returns the files whose path names a split other than `train`, if the same path with `train`
     in place of that split exists.
 
@@ -296,7 +299,7 @@ def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
     """
     paths: dict[Path, tuple[str, ...]] = {}
     for file, kind in found.items():
-        if kind.kind != "text" or ends(file)[0] in (".txt", ""):
+        if kind.kind != "text" or file_extensions(file)[0] in (".txt", ""):
             paths[file] = Path(re.sub(r"\d+", "0", file.relative_to(folder).as_posix())).parts
     known = {parts[:depth] for parts in paths.values() for depth in range(1, len(parts) + 1)}
     others = set[Path]()
@@ -308,7 +311,7 @@ def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
     return others
 
 
-def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
+def _counted(folder: Path, left: dict[Path, UnreadReason]) -> tuple[UnreadFiles, ...]:
     """Returns number and size of the unread files, one entry for each kind and reason.
 
     Kinds that may hold training text come first. Otherwise, kinds are ordered by size, the largest
@@ -320,7 +323,7 @@ def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
     unread = []
     for (kind, _), files in groups.items():
         first = files[0]
-        group = Unread(
+        group = UnreadFiles(
             kind=kind,
             reason=left[first].text,
             files=len(files),
@@ -335,7 +338,7 @@ def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
 def _check(
     folder: Path,
     files: list[Path],
-    unread: tuple[Unread, ...],
+    unread: tuple[UnreadFiles, ...],
     allow_unread: bool,
 ) -> None:
     """Raises DataError if too little of a folder would be read: no file, or only a small part of

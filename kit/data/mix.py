@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kit.config.recipe import DataSource, Recipe
 from kit.data.dataset import DESCRIPTION, Dataset
-from kit.data.samples import PERIOD, Samples, Turns, Windows
+from kit.data.samples import PERIOD, Samples, SourceOrder, SourceSequences
 from kit.data.token_file import TokenFile
 from kit.errors import DataError
 
@@ -28,7 +28,7 @@ def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
     sources = []
     for number, source in enumerate(recipe.sources):
         files = [_token_file(Path(path), dataset) for path in source.paths]
-        sources.append(Windows(files, sequence_length, recipe.seed, number))
+        sources.append(SourceSequences(files, sequence_length, recipe.seed, number))
     return Samples(sources, sequence_length, _phases(recipe, sequence_length))
 
 
@@ -41,7 +41,7 @@ def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict
     if not recipe.sources or not count:
         return {}
     turns = _turns(recipe, sequence_length)
-    drawn = (turns.before(first + count) - turns.before(first)) / count
+    drawn = (turns.count_samples_before(first + count) - turns.count_samples_before(first)) / count
     return dict(zip(source_names(recipe), drawn.tolist(), strict=True))
 
 
@@ -57,7 +57,7 @@ def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
         return rounded
     names = source_names(recipe)
     for _, weights in _phases(recipe, 1):
-        drawn = Turns([(0, weights)]).before(PERIOD) / PERIOD
+        drawn = SourceOrder([(0, weights)]).count_samples_before(PERIOD) / PERIOD
         for name, weight, share in zip(names, weights, drawn.tolist(), strict=True):
             wanted = weight / sum(weights)
             if abs(share - wanted) > 0.01 * wanted:
@@ -65,7 +65,7 @@ def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
     return rounded
 
 
-def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
+def mix_text(recipe: Recipe, sequence_length: int, tokens: int) -> str:
     """Returns a sentence with the fraction of each source in the first `tokens` tokens of a run.
 
     Returns "" if the run has a single source.
@@ -97,8 +97,8 @@ def source_names(recipe: Recipe) -> list[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _turns(recipe: Recipe, sequence_length: int) -> Turns:
-    return Turns(_phases(recipe, sequence_length))
+def _turns(recipe: Recipe, sequence_length: int) -> SourceOrder:
+    return SourceOrder(_phases(recipe, sequence_length))
 
 
 def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float, ...]]]:
@@ -113,7 +113,7 @@ def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float
     return list(zip(firsts, weights, strict=True))
 
 
-def located(recipe: Recipe) -> Recipe:
+def resolve_paths(recipe: Recipe) -> Recipe:
     """Returns the recipe with absolute paths. A pattern such as `web/part_*` is replaced with the
     datasets and token files that match it now.
 

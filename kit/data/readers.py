@@ -20,7 +20,7 @@ from kit.data.detect import (
     LARGEST_RATIO,
     RATIO_FREE_BYTES,
     READ_BYTES,
-    Unpacked,
+    DecompressedStream,
     detect,
 )
 from kit.errors import DataError
@@ -170,7 +170,7 @@ def _text(
     if separator is None and compression is None and file.stat().st_size <= LARGEST_DOCUMENT_BYTES:
         yield from _decoded(file.read_bytes(), name, report)
         return
-    with io.BufferedReader(Unpacked(file, compression), READ_BYTES) as stream:
+    with io.BufferedReader(DecompressedStream(file, compression), READ_BYTES) as stream:
         try:
             if separator is not None:
                 yield from _separated(stream, name, report, separator)
@@ -369,7 +369,7 @@ def _json_lines(
     file: Path, name: str, report: Report, text_key: str, compression: str | None
 ) -> Texts:
     number = 0
-    with io.BufferedReader(Unpacked(file, compression), READ_BYTES) as stream:
+    with io.BufferedReader(DecompressedStream(file, compression), READ_BYTES) as stream:
         try:
             for number, line in _lines(stream, name, report):
                 yield from _line(line, f"{name}:{number}", report, text_key)
@@ -416,7 +416,7 @@ def _json_values(
     number = 0
     decoder = json.JSONDecoder()
     with io.TextIOWrapper(
-        io.BufferedReader(Unpacked(file, compression), READ_BYTES), encoding="utf-8-sig"
+        io.BufferedReader(DecompressedStream(file, compression), READ_BYTES), encoding="utf-8-sig"
     ) as stream:
         rest = ""
         place = 0

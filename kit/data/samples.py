@@ -33,7 +33,7 @@ ROUNDS = 6
 Rackoff 1988). The two additional rounds cost microseconds."""
 
 
-class Windows:
+class SourceSequences:
     """Training sequences of one source. Each sequence is a window of consecutive tokens of a token
     file, and the order of the windows is shuffled in each epoch.
     """
@@ -68,7 +68,7 @@ class Windows:
         self._bounds = np.cumsum([0, *((file.num_tokens - 1) // sequence_length for file in files)])
         self.epoch_sequences = int(self._bounds[-1])
 
-    def fill(self, numbers: np.ndarray, batch: np.ndarray, rows: Sequence[int]) -> None:
+    def read_rows(self, numbers: np.ndarray, batch: np.ndarray, rows: Sequence[int]) -> None:
         """Reads sequences from the token files into the given rows of `batch` [samples,
         sequence_length + 1].
 
@@ -131,7 +131,7 @@ class Samples:
 
     def __init__(
         self,
-        sources: Sequence[Windows],
+        sources: Sequence[SourceSequences],
         sequence_length: int,
         phases: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
@@ -149,7 +149,7 @@ class Samples:
         """
         self.sequence_length = sequence_length
         self._sources = sources
-        self._turns = Turns(phases or [(0, [1.0] * len(sources))])
+        self._turns = SourceOrder(phases or [(0, [1.0] * len(sources))])
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
         """Returns the samples `first_sample` .. `first_sample + count - 1`: int64 [count,
@@ -160,24 +160,24 @@ class Samples:
                 f"samples {first_sample} + {count}: not allowed. Give numbers of 0 or more."
             )
         batch = np.empty((count, self.sequence_length + 1), dtype=np.int64)
-        turns, numbers = self._turns.of(np.arange(first_sample, first_sample + count))
+        turns, numbers = self._turns.locate_samples(np.arange(first_sample, first_sample + count))
         for i, source in enumerate(self._sources):
             rows = np.flatnonzero(turns == i)
-            source.fill(numbers[rows], batch, rows.tolist())
+            source.read_rows(numbers[rows], batch, rows.tolist())
         return batch
 
     def epochs(self, count: int) -> list[float]:
         """Returns, for each source, the number of epochs that the first `count` samples read of it.
         The numbers are fractions, such as 0.3.
         """
-        drawn = self._turns.before(count).tolist()
+        drawn = self._turns.count_samples_before(count).tolist()
         return [
             number / source.epoch_sequences
             for number, source in zip(drawn, self._sources, strict=True)
         ]
 
 
-class Turns:
+class SourceOrder:
     """Computes from which source each training sample of a run is read, over all phases of the mix.
     A phase is (first sample, weights of the sources).
     """
@@ -194,7 +194,7 @@ class Turns:
             before = self._phases[-1].drawn(first) if self._phases else 0
             self._phases.append(_Phase(first, weights, before))
 
-    def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate_samples(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns (number of the source, number of the sequence in that source) of each sample."""
         turns = np.empty_like(samples)
         numbers = np.empty_like(samples)
@@ -203,7 +203,7 @@ class Turns:
             turns[of], numbers[of] = phase.turns(samples[of])
         return turns, numbers
 
-    def before(self, sample: int) -> np.ndarray:
+    def count_samples_before(self, sample: int) -> np.ndarray:
         """Returns the number of samples that each source provides before sample number `sample`:
         int64 [sources].
         """

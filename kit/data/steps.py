@@ -25,7 +25,7 @@ from kit.data.dataset import (
     StoredFile,
     ValidationDocument,
 )
-from kit.data.external_sort import EncodedDocument, RunWriter, merged
+from kit.data.external_sort import EncodedDocument, RunWriter, merge_runs
 from kit.data.survey import Survey, ValidationRule
 from kit.data.token_file import TokenFileWriter, token_dtype
 from kit.data.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
@@ -40,7 +40,7 @@ CHUNK_BYTES = 2 * 1024 * 1024
 enough to hold their lists of tokens in memory."""
 
 
-class EncodedPiece(NamedTuple):
+class EncodedCorpusPiece(NamedTuple):
     """Result of encoding one piece of the text, a group of corpus files."""
 
     counts: Counter[str]
@@ -93,7 +93,7 @@ def _sample(survey: Survey, advance: Advance) -> Iterator[str]:
 
 def encode_text(
     survey: Survey, seed: int, tokenizer: Tokenizer, folder: Path, workers: Workers
-) -> list[EncodedPiece]:
+) -> list[EncodedCorpusPiece]:
     """Encodes all pieces of the text (groups of corpus files), and writes their tokens to files in
     `folder`.
 
@@ -108,13 +108,15 @@ def encode_text(
         for number, piece in enumerate(survey.pieces)
     ]
     sizes = [counts["text_bytes"] for counts in survey.piece_counts]
-    encoded: list[EncodedPiece] = workers.map("Encoding", encode_piece, arguments, sizes)
+    encoded: list[EncodedCorpusPiece] = workers.map(
+        "Encoding", encode_corpus_piece, arguments, sizes
+    )
     if [piece.counts for piece in encoded] != survey.piece_counts:
         raise DataError("the text changed while it was read. Build again when nobody writes to it.")
     return encoded
 
 
-def encode_piece(
+def encode_corpus_piece(
     piece: Corpus,
     rule: ValidationRule,
     order: str,
@@ -122,7 +124,7 @@ def encode_piece(
     eos_id: int,
     prefix: Path,
     advance: Advance,
-) -> EncodedPiece:
+) -> EncodedCorpusPiece:
     """Encodes the documents of a piece, and writes their tokens to files with names PREFIX-...
 
     The position of a document in the training file is a pseudo-random number, which depends on the
@@ -151,7 +153,7 @@ def encode_piece(
                 )
                 stream.write(json.dumps(row) + "\n")
             advance(sum(document.num_bytes for document in chunk))
-    return EncodedPiece(piece.counts, runs.finish(), validation_file)
+    return EncodedCorpusPiece(piece.counts, runs.finish(), validation_file)
 
 
 def _encoded(
@@ -184,12 +186,12 @@ def write_dataset(
     survey: Survey,
     settings: BuildSettings,
     tokenizer: Tokenizer,
-    encoded: list[EncodedPiece],
+    encoded: list[EncodedCorpusPiece],
     folder: Path,
     progress: BuildProgress,
 ) -> Path:
-    """Writes the dataset of the encoded pieces to the new folder `dataset` in `folder`, and returns
-    its path.
+    """Writes the dataset of the tokenized pieces of the corpus to the new folder `dataset` in
+    `folder`, and returns its path.
 
     Raises:
         DataError: Less than 1 % of the text is left to train on.
@@ -236,7 +238,7 @@ def _write_training(runs: list[Path], prefix: Path, vocab_size: int, advance: Ad
     documents = 0
     text_bytes = 0
     with TokenFileWriter(prefix, vocab_size) as writer:
-        for document in merged(runs):
+        for document in merge_runs(runs):
             writer.add(np.frombuffer(document.tokens, np.int32))
             documents += 1
             text_bytes += document.num_bytes
@@ -245,12 +247,13 @@ def _write_training(runs: list[Path], prefix: Path, vocab_size: int, advance: Ad
 
 
 def _write_validation(
-    encoded: list[EncodedPiece], dataset: Path, vocab_size: int
+    encoded: list[EncodedCorpusPiece], dataset: Path, vocab_size: int
 ) -> tuple[Split, int]:
     """Writes the token file and the texts of the validation documents. Equal documents are written
     once.
 
-    Returns (size of the split, number of its documents that are the end of a larger document).
+    A large document may be divided: its beginning is in the training split, and its end is a
+    validation document. Returns (size of the validation split, number of such ends in it).
     """
     text_bytes = 0
     cut = 0
@@ -272,7 +275,7 @@ def _write_validation(
     return split, cut
 
 
-def _validation_rows(encoded: list[EncodedPiece]) -> Iterator[_ValidationRow]:
+def _validation_rows(encoded: list[EncodedCorpusPiece]) -> Iterator[_ValidationRow]:
     """Yields the validation documents of all pieces of the text, in the order of reading."""
     for piece in encoded:
         with piece.validation.open(encoding="utf-8") as lines:

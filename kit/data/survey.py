@@ -39,9 +39,9 @@ class ValidationRule(NamedTuple):
     def split(self, document: Document) -> tuple[Document | None, Document | None]:
         """Returns (text to train on, text for validation).
 
-        If the document is not chosen, (document, None) is returned, and if it is chosen, (None,
-        document). A chosen document above `largest_bytes` is divided into its beginning and its
-        end.
+        A document that this rule does not choose for validation gives (document, None), and a
+        chosen document gives (None, document). A chosen document above `largest_bytes` is divided:
+        its beginning is for training, and its end for validation.
         """
         is_chosen = document.draw(self.purpose) < self.fraction or document.digest == self.digest
         if not is_chosen:
@@ -86,7 +86,7 @@ class Survey(NamedTuple):
             )
 
 
-class PieceSurvey(NamedTuple):
+class CorpusPieceSurvey(NamedTuple):
     """Counts of one piece of the text (a group of corpus files), and the size of its largest
     document.
     """
@@ -111,7 +111,7 @@ def survey_text(corpus: Corpus, settings: BuildSettings, workers: Workers) -> Su
     pieces = corpus.pieces()
     arguments = [(piece, purpose, fraction) for piece in pieces]
     sizes = [_expected_bytes(piece) for piece in pieces]
-    found: list[PieceSurvey] = workers.map("Reading", survey_piece, arguments, sizes)
+    found: list[CorpusPieceSurvey] = workers.map("Reading", survey_corpus_piece, arguments, sizes)
 
     counts = Counter[str]()
     skipped = []
@@ -144,7 +144,9 @@ def survey_text(corpus: Corpus, settings: BuildSettings, workers: Workers) -> Su
     return survey
 
 
-def survey_piece(piece: Corpus, purpose: str, fraction: float, advance: Advance) -> PieceSurvey:
+def survey_corpus_piece(
+    piece: Corpus, purpose: str, fraction: float, advance: Advance
+) -> CorpusPieceSurvey:
     """Reads one piece of the text (a group of corpus files). Returns its counts and the size of its
     largest document.
     """
@@ -155,7 +157,7 @@ def survey_piece(piece: Corpus, purpose: str, fraction: float, advance: Advance)
             chosen += 1
         largest = max(largest, (document.num_bytes, document.digest))
         advance(document.num_bytes)
-    return PieceSurvey(piece.counts, piece.skipped, chosen, largest)
+    return CorpusPieceSurvey(piece.counts, piece.skipped, chosen, largest)
 
 
 def _expected_bytes(piece: Corpus) -> int:

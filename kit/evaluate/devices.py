@@ -10,6 +10,7 @@ from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import Options
 from kit.interop.weights.hugging_face_config import config_of
+from kit.interop.weights.model_types import write_model
 
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per weight, by precision."""
@@ -112,12 +113,14 @@ def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> DeviceL
     if is_local:
         memory *= node / devices  # All processes of a local site share one machine's memory.
     needed = HEADROOM * PRECISIONS[precision] * spec.num_params
+    # Tensor parallelism of transformers was compared with one process for Llamas only.
+    is_llama = write_model(spec)["model_type"] == "llama"
     for shards in range(1, devices + 1):
         if devices % shards:
             continue
         if devices > node and node % shards and shards % node:
             continue  # The shards must fill whole nodes, or divide one node evenly.
-        is_tensor = spec.family == "llama" and shards <= node
+        is_tensor = is_llama and shards <= node
         if is_tensor and not _tensor_ranks_divide(spec, shards):
             continue
         share = 1 / shards

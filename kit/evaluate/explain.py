@@ -71,10 +71,10 @@ class ItemScore(Shown):
                     "tokens": str(choice.num_tokens),
                     "log-likelihood, nats": f"{choice.log_likelihood:.2f}",
                     "per character": f"{choice.per_character:.3f}",
-                    "taken by": ", ".join(taken_by),
+                    "chosen by": ", ".join(taken_by),
                 }
             )
-        return f"what the model thinks of each choice ({self.task})", rows, ()
+        return f"log-likelihood of each choice ({self.task})", rows, ()
 
     def to_text(self) -> str:
         """Returns prompt and table as text for a terminal."""

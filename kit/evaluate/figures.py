@@ -15,8 +15,9 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
     """Returns (figure, table rows) of a report.
 
     The left panel shows the bits per byte of the validation text, beside the values of reference
-    models in `bits_per_byte`. The right panel shows accuracies beside chance. The label of an
-    accuracy includes the bits per byte of the right answers, if the report has them.
+    models, which the argument `bits_per_byte` gives. The right panel shows accuracies beside
+    chance. The label of an accuracy includes the bits per byte of the right answers, if the report
+    has them.
 
     The report has the task `heldout` and any number of multiple-choice tasks.
     """
@@ -100,6 +101,6 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
             )
         axis.set_xscale("log")
         axis.set(xlabel="items scored", ylim=(100 * accuracy - 28, 100 * accuracy + 28))
-        axis.set_title("What the score is known to, %")
+        axis.set_title("Score and its 95 % interval, %")
         legend_under_title(axis, columns=3)
     return figure, rows

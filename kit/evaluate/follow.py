@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.job import Job
-from cluster.logs import last_words
+from cluster.logs import end_reason
 from cluster.record import Record, field_doc
 from cluster.state import JobError
 from kit.data.wheels import file_sha256
@@ -26,7 +26,7 @@ from kit.run.checkpoint import refuse_elsewhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Followed(Record):
+class CheckpointResult(Record):
     """Result of scoring one checkpoint of a run."""
 
     step: int = field_doc("optimizer step of the checkpoint")
@@ -36,11 +36,11 @@ class Followed(Record):
     seconds: float = field_doc(
         "time of loading and scoring in seconds, measured on the machine that scored", default=0.0
     )
-    said: str = field_doc("scores of the checkpoint as text, or the reason why there are none")
+    text: str = field_doc("scores of the checkpoint as text, or the reason why there are none")
 
     def line(self) -> str:
         """Returns the result as one line for a terminal."""
-        text = f"step {self.step:,}: {self.said}"
+        text = f"step {self.step:,}: {self.text}"
         return f"{text}  ({self.seconds:.1f} s)" if self.scored else text
 
 
@@ -52,7 +52,7 @@ def follow_run(
     poll_s: float = 5.0,
     idle: Callable[[float], None] = time.sleep,
     **options: Any,
-) -> Iterator[Followed]:
+) -> Iterator[CheckpointResult]:
     """Scores each checkpoint of a run and yields its result. Returns when the run's job has ended
     and all checkpoints are done.
 
@@ -102,7 +102,9 @@ def follow_run(
                     try:
                         pending[step] = submit_eval(run, step, arguments, num_devices)
                     except JobError as error:
-                        yield Followed(step=step, scored=False, said=f"not submitted: {error}")
+                        yield CheckpointResult(
+                            step=step, scored=False, text=f"not submitted: {error}"
+                        )
                         done.add(step)
             ended = [step for step, job in pending.items() if job.status().state.is_final]
             for step in ended:
@@ -119,14 +121,16 @@ def follow_run(
         return
 
 
-def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Followed:
+def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> CheckpointResult:
     start = time.perf_counter()
     given = dataclasses.asdict(options)
     try:
         report = evaluate(run, step, tasks, **given)
     except (RunError, JobError, ConfigError, DataError, OSError) as error:
-        return Followed(step=step, scored=False, said=f"not scored: {error}")
-    return Followed(step=step, scored=True, seconds=time.perf_counter() - start, said=_said(report))
+        return CheckpointResult(step=step, scored=False, text=f"not scored: {error}")
+    return CheckpointResult(
+        step=step, scored=True, seconds=time.perf_counter() - start, text=_said(report)
+    )
 
 
 def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Options) -> bool:
@@ -149,11 +153,11 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     current = [score for score in report.scores if _is_current(score, dataset.directory, options)]
     unscored = {item.key: item for item in report.unscored}
     for request in map(options.applied, requests):
-        if any(score.answers(request, options.seed, options.precision) for score in current):
+        if any(score.satisfies(request, options.seed, options.precision) for score in current):
             continue
         tried = unscored.get(request.key)
-        # If the wheel now provides more splits of the task than at that time, the task is tried
-        # again.
+        # A task that could not be scored is tried again if the wheel now provides more splits of
+        # its data than at the last attempt.
         if tried is None or num_files(tried.task, options.task_data) > tried.num_files:
             return False
     return True
@@ -184,12 +188,12 @@ def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
 
 def _result(
     run: Run, step: int, job: Job, requests: Sequence[TaskRequest], options: Options
-) -> Followed:
+) -> CheckpointResult:
     if has_scores(run, step, requests, options):
         report = EvalReport.read(report_file(run, step))
-        return Followed(step=step, scored=True, seconds=report.seconds, said=_said(report))
-    words = last_words(job.logs(0)) or job.status().reason
-    return Followed(step=step, scored=False, said=f"not scored: {words}")
+        return CheckpointResult(step=step, scored=True, seconds=report.seconds, text=_said(report))
+    words = end_reason(job.logs(0)) or job.status().reason
+    return CheckpointResult(step=step, scored=False, text=f"not scored: {words}")
 
 
 def _said(report: EvalReport) -> str:

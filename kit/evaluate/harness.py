@@ -102,7 +102,9 @@ def score_task(
     else:
         equal = {part.metric for part in group.aggregate_metric_list if not part.weight_by_size}
     numbers = {**found["results"], **found.get("groups", {})}[name]
-    metrics = _metrics(numbers, sizes, equal, log_errors) + answer_bits(loaded.leaves.values())
+    metrics = _metrics(numbers, sizes, equal, log_errors) + answer_bits_metric(
+        loaded.leaves.values()
+    )
     recorded_seed = None
     if request.temperature or request.gen_kwargs or loaded.num_fewshot:
         recorded_seed = seed
@@ -281,7 +283,7 @@ def _has_one_answer(task: Any) -> bool:
     return is_choice and not callable(task.config.process_results)
 
 
-def answer_bits(tasks: Iterable[Any]) -> tuple[Metric, ...]:
+def answer_bits_metric(tasks: Iterable[Any]) -> tuple[Metric, ...]:
     """Returns the metric ANSWER_BITS over all items of multiple-choice tasks, or () if no item has
     a right answer. lm-eval must have scored the tasks just before. An item has -log2 p(right answer
     | prompt) divided by the UTF-8 bytes of the answer. The delimiter between prompt and answer is

@@ -15,11 +15,12 @@ from kit.evaluate.benchmarks import BENCHMARKS, SUITES, read_data_file
 from kit.evaluate.report import EvalReport, Metric, Shown
 
 MEASURED_HERE = (
-    "Measured here, in brackets: the 95 % interval, Wilson's for each data set; a published ± is"
-    " the paper's standard error.",
-    "Measured here as LLaMA's published scores were (arXiv 2302.13971): pass@1 of programs sampled"
-    " at temperature 0.1 and the others at 0.8, top-p 0.95; a GSM8K answer counts where it follows"
-    " the words of the solved examples (strict-match). HLAT does not state either.",
+    "Brackets after a score that was measured here: the 95 % interval, computed from Wilson's"
+    " interval of each data set. A published ± is the paper's standard error.",
+    "Scores measured here use the settings of LLaMA's published scores (arXiv 2302.13971)."
+    " Programs are sampled at temperature 0.1 for pass@1 and 0.8 for pass@10, with top-p 0.95. A"
+    " GSM8K answer is accepted only in the form of the solved examples (strict-match). HLAT states"
+    " neither setting.",
 )
 """Notes on the rows that are measured here: their intervals, and the published scores whose
 settings they use."""
@@ -96,7 +97,7 @@ class Comparison(Shown):
         return [{"made": "measured here", **row} for row in self.own] + published
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
-        """Returns (title, rows, notes) of the comparison."""
+        """Returns (title, rows, notes) of the comparison of own scores with the paper's table."""
         title = f"{self.published.title}, %: measured here, and {self.published.source}"
         return title, self.texts(), (*self.notes, *self.published.notes)
 
@@ -132,7 +133,7 @@ def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Co
                 cells[column] = ""
                 continue
             cells[column], missing = _cell(report, column)
-            notes += [f"{report.name}, {column}: {reason}" for reason in missing]
+            notes += [f"{report.name}, column {column}: {reason}" for reason in missing]
         own.append({"model": report.title, "size": "", **cells})
     return Comparison(published=known, own=tuple(own), notes=(*notes, *MEASURED_HERE))
 
@@ -158,7 +159,7 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
             continue
         shots = f" with {request.num_fewshot} shots" if request.num_fewshot else ""
         coverage = scores[0].coverage if scores else "not scored"
-        missing.setdefault(data, []).append(f"{request.task}{shots}: {coverage}")
+        missing.setdefault(data, []).append(f"{request.task}{shots} ({coverage})")
     lacking = []
     for data, reasons in missing.items():
         if data not in found:

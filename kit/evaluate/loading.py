@@ -55,7 +55,7 @@ modules whose full weights are gathered while the module computes."""
 
 
 @contextlib.contextmanager
-def joined(layout: DeviceLayout, device: str | None = None) -> Iterator[torch.device]:
+def join_process_group(layout: DeviceLayout, device: str | None = None) -> Iterator[torch.device]:
     """Joins the processes of a layout in one process group within the context, and yields the
     device of this process.
 
@@ -86,7 +86,7 @@ def joined(layout: DeviceLayout, device: str | None = None) -> Iterator[torch.de
 
 
 def named_device(name: str) -> torch.device:
-    """Returns a device of this machine by torch's name.
+    """Returns the device of this machine whose name in torch is `name`, such as cuda:1.
 
     Raises:
         ConfigError: The name is unknown, or this machine has no such device.
@@ -331,7 +331,8 @@ def load_lm(
 
     Inputs have up to `length` tokens. If `length` is None, it is the longest input of the model.
 
-    If several processes score, all must call this function, inside the context manager `joined`.
+    If several processes score, all must call this function, inside the context manager
+    `join_process_group`.
 
     Raises:
         ConfigError: The model is no decoder of transformers, or the batch size is `auto` although

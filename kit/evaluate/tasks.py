@@ -85,7 +85,7 @@ def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest
         near = task_manager(include_path=include_path).task_index
         if name in near and near[name].kind.name == "TASK":
             return [TaskRequest(task=name)]
-        index = task_manager(everything=True, include_path=include_path).task_index
+        index = task_manager(all_tasks=True, include_path=include_path).task_index
     if PATTERN.search(name):
         found = [each for each in sorted({*index, *ours}) if fnmatch.fnmatch(each, name)]
         if not found:
@@ -135,7 +135,8 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
     for file in files:
         try:
             entry = TaskIndex.entry_from_path(file)
-        except Exception as error:  # A user's YAML: any error of the parser or of an include.
+        except Exception as error:
+            # Reading a user's YAML file, or a file that it includes, can raise any exception.
             raise ConfigError(
                 f"tasks: {file}: is no definition of lm-eval: {type(error).__name__}: {error}"
             ) from error
@@ -148,14 +149,14 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
     return requests
 
 
-def task_manager(everything: bool = False, include_path: Path | None = None) -> Any:
+def task_manager(all_tasks: bool = False, include_path: Path | None = None) -> Any:
     """Returns lm-eval's index of task definitions, with the definitions in a user's folder.
 
     By default, the index has only the definitions of BENCHMARKS, which takes milliseconds. With
     `everything` it has all 14,000 tasks, which takes seconds. Each index is made once.
     """
     # `functools.cache` would keep a second index for arguments that are given by keyword.
-    return _task_manager(everything, include_path)
+    return _task_manager(all_tasks, include_path)
 
 
 @functools.cache
@@ -339,8 +340,9 @@ def user_definition(request: TaskRequest, include_path: Path | None) -> Path | N
 def _official(
     request: TaskRequest, task_data: Path | None, download: bool, include_path: Path | None
 ) -> tuple[Any, tuple[ItemSource, ...]]:
-    """Returns (definition of a task, sources of its items). The data comes from this machine. With
-    `download`, it comes from the hub if this machine has none that fits.
+    """Returns (definition of a task, sources of its items). The data is read from this machine. If
+    this machine has no suitable data and `download` is True, the data is downloaded from the
+    Hugging Face hub.
     """
     own = user_definition(request, include_path)
     known = BENCHMARKS.get(request.task)
@@ -440,7 +442,7 @@ def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
             return near
     if entry is not None and entry.kind.name == "TASK":
         return near
-    return task_manager(everything=True, include_path=include_path)
+    return task_manager(all_tasks=True, include_path=include_path)
 
 
 def _defined(request: TaskRequest, include_path: Path | None) -> Any:

@@ -20,6 +20,7 @@ from kit.measure.device import torch_device
 from kit.measure.gemm import is_settled, measure_peak, measured_site
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
+from kit.show.results import short_number
 
 TRIAD_NUMBERS = 2**25
 """Number of fp32 elements in each of the three arrays a, b and c. Memory bandwidth is measured by
@@ -108,10 +109,10 @@ def _record_peaks(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
     """
     alerts = []
     for dtype, (old, new) in found.items():
-        before = "unknown" if old is None else f"{old.value / 1e12:.3g}"
+        before = "unknown" if old is None else short_number(old.value / 1e12)
+        now = short_number(new.value / 1e12)
         alert = Alert(
-            message=f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a"
-            f" device: it was {before}",
+            message=f"the {dtype} peak was measured again, {now} TFLOP/s a device: it was {before}",
             kind="peak",
             level="warning",
             attempt=last_attempt(run.directory),

@@ -168,7 +168,10 @@ def test_incompatible_parts_are_refused(text, tmp_path, tokenizer):
     refused("part: give one --tokenizer to all", (1, 3), None)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
     (tmp_path / "data" / "part_1_of_4").mkdir(parents=True)
-    refused("part_1_of_4: of another number of parts than 3, so text would stand there", (1, 3))
+    refused(
+        "part_1_of_4: belongs to a build with another number of parts. In a build with 3 parts",
+        (1, 3),
+    )
 
 
 def test_only_missing_parts_are_listed_as_unbuilt(text, tmp_path, tokenizer):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kit.config.recipe import DataPhase, DataSource, Recipe
-from kit.data import Dataset, located, mix_words, rounded_weights, shares, training_samples
+from kit.data import Dataset, mix_text, resolve_paths, rounded_weights, shares, training_samples
 from kit.data.mix import source_names
 from kit.data.token_file import TokenFileWriter
 from kit.errors import ConfigError, DataError
@@ -42,9 +42,9 @@ def test_plain_data_path_reads_the_dataset(tiny_dataset, recipe):
 
 
 def test_shards_of_a_pattern_are_one_source(tiny_dataset, shards):
-    recipe = located(mixed(tiny_dataset, DataSource(paths=(f"{shards}/part_*",))))
+    recipe = resolve_paths(mixed(tiny_dataset, DataSource(paths=(f"{shards}/part_*",))))
     assert recipe.sources[0].paths == tuple(str(shards / f"part_{i}") for i in (1, 2, 3))
-    assert located(recipe) == recipe and Recipe.from_json(recipe.to_json()) == recipe
+    assert resolve_paths(recipe) == recipe and Recipe.from_json(recipe.to_json()) == recipe
     samples = training_samples(recipe, 8)
     assert samples.epochs(600) == [1.0]
     assert np.bincount(samples.batch(0, 600)[:, 0]).tolist() == [0, 100, 200, 300]
@@ -79,8 +79,8 @@ def test_data_shares_are_computed_without_files():
     sources = [DataSource(paths=("web",), weight=0.7), DataSource(paths=("code",), weight=0.3)]
     recipe = Recipe(data="none", num_steps=1, sources=sources)
     assert shares(recipe, 8, 0, 1000) == pytest.approx({"web": 0.7, "code": 0.3}, abs=2e-3)
-    assert mix_words(recipe, 8, 8000) == "data so far: 70.0% web, 30.0% code"
-    assert shares(Recipe(data="none", num_steps=1), 8, 0, 9) == {} and mix_words(recipe, 8, 7) == ""
+    assert mix_text(recipe, 8, 8000) == "data so far: 70.0% web, 30.0% code"
+    assert shares(Recipe(data="none", num_steps=1), 8, 0, 9) == {} and mix_text(recipe, 8, 7) == ""
 
 
 def test_rounded_small_weight_is_reported():
@@ -106,16 +106,16 @@ def test_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
     """
     for i in range(2):
         shutil.copytree(tiny_dataset.directory, tmp_path / f"part_{i}_of_2")
-    recipe = located(Recipe(data=f"{tmp_path}/part_*", num_steps=10))
+    recipe = resolve_paths(Recipe(data=f"{tmp_path}/part_*", num_steps=10))
     assert recipe.data == str(tmp_path / "part_0_of_2")
     assert recipe.sources == (DataSource(paths=(recipe.data, str(tmp_path / "part_1_of_2"))),)
     windows = (tiny_dataset.train.num_tokens - 1) // 16
-    assert training_samples(recipe, 16).epochs(windows) == [0.5] and located(recipe) == recipe
-    assert mix_words(recipe, 16, 1600) == "", "nothing to compare"
-    source = located(mixed(tiny_dataset, DataSource(paths=(f"{tmp_path}/part_*",))))
+    assert training_samples(recipe, 16).epochs(windows) == [0.5] and resolve_paths(recipe) == recipe
+    assert mix_text(recipe, 16, 1600) == "", "nothing to compare"
+    source = resolve_paths(mixed(tiny_dataset, DataSource(paths=(f"{tmp_path}/part_*",))))
     assert source.sources == recipe.sources
     assert training_samples(source, 16).epochs(windows) == [0.5]
-    plain = located(Recipe(data=str(tiny_dataset.directory), num_steps=10))
+    plain = resolve_paths(Recipe(data=str(tiny_dataset.directory), num_steps=10))
     assert plain.data == str(tiny_dataset.directory) and not plain.sources
 
 

@@ -1,5 +1,5 @@
-"""`Samples` and `Windows` compute a sample from its number alone, in an order that is as random as
-NumPy's.
+"""`Samples` and `SourceSequences` compute a sample from its number alone, in an order that is as
+random as NumPy's.
 """
 
 import math
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.data.samples import PERIOD, Samples, Windows, permuted
+from kit.data.samples import PERIOD, Samples, SourceSequences, permuted
 from kit.errors import DataError
 from tests.data.orders import quality
 from tests.data.token_files import numbered
@@ -65,7 +65,7 @@ def test_seed_source_and_epoch_give_unrelated_orders():
 def test_every_window_of_shards_is_read_once_an_epoch(tmp_path_factory, sizes, length, seed, cut):
     folder = tmp_path_factory.mktemp("x")
     files = [numbered(folder / str(i), [size], first=1000 * i) for i, size in enumerate(sizes)]
-    source = Windows(files, length, seed)
+    source = SourceSequences(files, length, seed)
     windows = [
         list(range(1000 * i + at, 1000 * i + at + length + 1))
         for i, size in enumerate(sizes)
@@ -80,7 +80,7 @@ def test_every_window_of_shards_is_read_once_an_epoch(tmp_path_factory, sizes, l
     assert np.array_equal(parts, samples.batch(0, cut + 2 * len(windows)))
 
 
-class Numbers(Windows):
+class Numbers(SourceSequences):
     """Data source for tests. Each of its rows holds (number of the source, number of the
     sequence).
     """
@@ -88,7 +88,7 @@ class Numbers(Windows):
     def __init__(self, source: int) -> None:
         self.source, self.epoch_sequences = source, 1
 
-    def fill(self, numbers, batch, rows) -> None:
+    def read_rows(self, numbers, batch, rows) -> None:
         batch[rows, 0], batch[rows, 1] = self.source, numbers
 
 
@@ -139,7 +139,7 @@ def test_sample_order_equals_pinned_order(tmp_path):
     which the run began.
     """
     files = [numbered(tmp_path / str(i), [31], first=100 * i) for i in range(2)]
-    sources = [Windows(files[:1], 3, 1234), Windows(files, 3, 1234, 1)]
+    sources = [SourceSequences(files[:1], 3, 1234), SourceSequences(files, 3, 1234, 1)]
     samples = Samples(sources, 3, [(0, (3, 1)), (20, (1, 2))])
     assert samples.batch(0, 30)[:, 0].tolist() == [int(word) for word in PINNED.split()]
 
@@ -151,7 +151,7 @@ PINNED = """
 
 def test_file_truncated_after_opening_is_reported(tmp_path):
     file = numbered(tmp_path / "x", [100])
-    samples = Samples([Windows([file], 9, 0)], 9)
+    samples = Samples([SourceSequences([file], 9, 0)], 9)
     samples.batch(0, 11)
     with (tmp_path / "x.bin").open("r+b") as stream:
         stream.truncate(40)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.config.recipe import DataSource, Recipe
-from kit.data import located, training_samples
+from kit.data import resolve_paths, training_samples
 from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
 from kit.errors import DataError
 from tests.data.token_files import documents
@@ -123,7 +123,9 @@ def test_shards_of_other_tools_are_read_unchanged(tiny_dataset, tmp_path):
     for i, shard in enumerate([[[[5, 6, 7], [8]], [], [[9] * 5]], [[[60], [61]], [[62] * 7]]]):
         as_published(tmp_path / f"web_{i}_text_document", shard, 4)
     sources = [DataSource(paths=(f"{tmp_path}/web_*",))]
-    samples = training_samples(located(Recipe(data=str(data), num_steps=1, sources=sources)), 4)
+    samples = training_samples(
+        resolve_paths(Recipe(data=str(data), num_steps=1, sources=sources)), 4
+    )
     assert samples.epochs(4) == [1.0]
     read = sorted(samples.batch(0, 4).tolist())
     assert read == [[5, 6, 7, 8, 9], [9] * 5, [60, 61, 62, 62, 62], [62] * 5]

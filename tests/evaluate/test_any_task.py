@@ -121,7 +121,7 @@ def test_task_and_group_scores_equal_the_harness(
         tasks=[name],
         device="cpu",
         bootstrap_iters=0,
-        task_manager=task_manager(everything=True),
+        task_manager=task_manager(all_tasks=True),
         verbosity="ERROR",
     )
     effective = sum(samples["effective"] for samples in theirs["n-samples"].values())
@@ -242,7 +242,7 @@ def test_unscorable_task_error_gives_the_reason(tmp_path, monkeypatch, no_networ
     write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
     programs = "mbpp: runs programs that the model wrote.* humaneval only"
     assert_refused("mbpp", tmp_path, programs, ConfigError)
-    manager = task_manager(everything=True)
+    manager = task_manager(all_tasks=True)
     group = type("G", (), {"has_aggregation": False, "child_names": ["arc_easy", "piqa"]})()
     monkeypatch.setattr(manager, "load", lambda names: {"tasks": {}, "groups": {"pythia": group}})
     alone = "pythia: this group has no score of its own. Give its tasks: arc_easy, piqa"

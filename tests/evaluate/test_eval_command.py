@@ -47,7 +47,7 @@ def test_eval_suite_shows_papers_tables_and_gaps(run, benchmarks):
     text = kit("eval", run.directory, "--suite", "hlat", "--limit", "4", "--task-data", benchmarks)
     assert "measured here" in text and "Table II" in text and "Table V" in text
     assert "not scored: truthfulqa_mc1 (0 shots): on the hub only" in text
-    assert "commonsense: piqa: partial: 4 of 30 items" in text
+    assert "commonsense: piqa (partial: 4 of 30 items" in text
 
 
 def test_eval_data_lists_benchmarks_and_gaps(make_mirror):

@@ -68,8 +68,8 @@ def test_impossible_eval_device_count_is_refused(devices, precision, ranks, mess
 
 
 def test_unsupported_model_or_small_site_is_refused():
-    spec = ModelSpec.preset("demo").replace(norm="layernorm")
-    with pytest.raises(ConfigError, match="spec.norm: Hugging Face's Llama has 'rmsnorm' only"):
+    spec = ModelSpec.preset("demo").replace(positions="learned")
+    with pytest.raises(ConfigError, match="spec.positions: Hugging Face's Llama has 'rotary' only"):
         layout(spec, LAPTOP, Options())
     memory = Fact(value=1e6, source="made up")
     small = FRONTIER.replace(device=FRONTIER.device.replace(memory_bytes=memory))

@@ -153,10 +153,10 @@ def test_limit_scores_the_first_items(score):
 def test_random_sample_of_older_report_is_scored_again(score):
     new = score(("piqa",), limit=12)["piqa"]
     request = TaskRequest(task="piqa", limit=12)
-    assert new.answers(request, seed=5, precision="fp32")
-    assert not new.answers(request.replace(limit=13), seed=5, precision="fp32")
+    assert new.satisfies(request, seed=5, precision="fp32")
+    assert not new.satisfies(request.replace(limit=13), seed=5, precision="fp32")
     old = new.replace(has_first_items=False, seed=5)
-    assert not old.answers(request, seed=5, precision="fp32")
+    assert not old.satisfies(request, seed=5, precision="fp32")
 
 
 def test_limited_score_equals_score_of_first_items(benchmarks, score, model, tmp_path):

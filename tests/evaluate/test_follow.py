@@ -45,7 +45,7 @@ def test_follow_scores_each_checkpoint_once(run, benchmarks, tiny_decoder, save_
     save_checkpoint(run, tiny_decoder, 6)
     first, second = follow(run, benchmarks)
     assert (first.step, second.step, first.scored, second.scored) == (3, 6, True, True)
-    assert first.said.startswith("heldout bits_per_byte ") and "piqa acc_norm" in first.said
+    assert first.text.startswith("heldout bits_per_byte ") and "piqa acc_norm" in first.text
     assert ", partial" in first.line() and first.seconds > 0
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
     scoring = sum(score.seconds for score in report.scores)
@@ -85,7 +85,7 @@ def test_follow_continues_after_damaged_checkpoint(run, benchmarks, tiny_decoder
     for shard in run.checkpoints.path(3).glob("*.distcp"):
         shard.write_bytes(b"")
     broken, whole = follow(run, benchmarks)
-    assert not broken.scored and "not scored: " in broken.line() and "0 bytes" in broken.said
+    assert not broken.scored and "not scored: " in broken.line() and "0 bytes" in broken.text
     assert whole.scored
 
 
@@ -94,13 +94,13 @@ def test_unscored_task_is_retried_when_data_arrives(run, benchmarks, tmp_path, m
     shutil.copytree(benchmarks / "allenai", tmp_path / "own" / "allenai")
     given = {"task_data": tmp_path / "own", "limit": 5}
     (first,) = follow_run(run, tasks, **given)
-    assert "piqa" not in first.said.split("not scored")[0]
+    assert "piqa" not in first.text.split("not scored")[0]
     if tasks == "curve":
         assert list(follow_run(run, tasks, **given)) == [], "not before"
     goals = [{"goal": f"Goal {i}", "sol1": "a", "sol2": "b", "label": 0} for i in range(9)]
     make_mirror(tmp_path / "own", piqa=goals)
     (again,) = follow_run(run, tasks, **given)
-    assert "piqa acc_norm" in again.said
+    assert "piqa acc_norm" in again.text
     assert has_scores(run, 3, check_request(tasks), Options(**given))
 
 
@@ -114,7 +114,7 @@ def test_follow_scores_checkpoint_in_submitted_jobs(run, benchmarks):
     given = {"submit": True, "task_data": benchmarks}
     list(follow_run(run, ("piqa",), limit=5, poll_s=0, idle=interrupt, **given))
     (found,) = list(follow_run(run, ("heldout",), poll_s=0.2, **given))
-    assert found.scored and "heldout bits_per_byte" in found.said and found.seconds > 0
+    assert found.scored and "heldout bits_per_byte" in found.text and found.seconds > 0
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 1 and {"eval", "heldout"} <= set(job["argv"])
     steps = {curve.oldest_score.task: curve["step"].tolist() for curve in eval_curve(run)}

@@ -70,7 +70,7 @@ def test_table_column_is_mean_of_complete_data_sets():
     downs = [value - wilson(value, 100)[0] for value in (0.6, 0.6, 0.6, 0.6, 0.6, 0.9)]
     down = math.hypot(*downs) / 6
     assert own["commonsense"].startswith(f"65.0 ({65 - 100 * down:.1f}–"), "(5 x 60 + 90) / 6"
-    assert own["mmlu"] == "" and "mine, mmlu: mmlu with 5 shots: not scored" in found.notes
+    assert own["mmlu"] == "" and "mine, column mmlu: mmlu with 5 shots (not scored)" in found.notes
     assert found.texts()[0]["made"] == "measured here" and found.texts()[1]["made"] == "published"
     assert own["average"] == ""
     without = compare(report(*scores)).own[0]
@@ -117,6 +117,6 @@ def test_table_column_needs_all_items_and_papers_shots(scores, table, column, ex
     """Of several tasks on the same data, the table uses the first task that has a score."""
     found = compare([report(*scores)], table)
     assert found.own[0][column] == expected
-    missing = "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items"
+    missing = "mine, column mmlu: mmlu with 5 shots (partial: 20 of 100 items)"
     assert (missing in found.notes) == (column == "mmlu")
     assert "measured here" in found.to_text() and "published" in found._repr_html_()

@@ -21,7 +21,7 @@ from kit.evaluate import packed
 from kit.evaluate.benchmarks import Options, TaskRequest
 from kit.evaluate.devices import DeviceLayout
 from kit.evaluate.harness import score_task
-from kit.evaluate.loading import joined, load_lm
+from kit.evaluate.loading import join_process_group, load_lm
 from kit.evaluate.tasks import LoadedTask, load_task, quiet_harness
 from kit.interop.weights.hugging_face import export_hugging_face
 from kit.model import build_decoder
@@ -290,7 +290,7 @@ def results(lm: packed.PackedLM) -> dict[str, Any]:
 
 
 def on_rank(folder: Path, layout: DeviceLayout) -> tuple[dict[str, Any], int]:
-    with joined(layout) as device:
+    with join_process_group(layout) as device:
         lm = load_lm(folder, LENGTH, Options(batch_tokens=256), layout, device)
         held = sum(local(parameter).nbytes for parameter in lm.model.parameters())
         return results(lm), held

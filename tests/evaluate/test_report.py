@@ -4,6 +4,7 @@ other tasks.
 
 import pytest
 
+from kit.errors import ConfigError
 from kit.evaluate.hlat import TABLES, compare
 from kit.evaluate.report import EvalReport, ItemSource, Metric, TaskScore, wilson
 from tests.evaluate.conftest import task_score
@@ -144,3 +145,8 @@ def test_perplexity_without_a_usable_error_has_no_interval():
 def test_bits_per_byte_interval_is_not_negative():
     metric = Metric.of("answer_bits_per_byte", 0.02, 0.05, 4)
     assert metric.low == 0 and metric.high == pytest.approx(0.118)
+
+
+def test_score_without_metrics_is_refused():
+    with pytest.raises(ConfigError, match="metrics are missing"):
+        task_score("piqa", metrics=())

@@ -31,7 +31,7 @@ def test_import_converts_megatron_to_hugging_face(tmp_path: Path) -> None:
     [
         ([], "--model: missing. The files of a checkpoint"),
         (["--model", "none.json"], "none.json: No such file or directory"),
-        (["--model", "none"], "'none' is unknown. Allowed: demo, gpt"),
+        (["--model", "none"], "'none' is unknown. Allowed: demo, gemma3"),
         (["--model", "demo", "--follow"], "--follow: only with a log"),
         (["--model", "demo"], "no checkpoint that can be imported"),
         (["--model", "demo", "--format", "nxdt"], "format: 'nxdt' is unknown. Did you mean 'nxd'?"),

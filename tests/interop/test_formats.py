@@ -158,7 +158,7 @@ LOGS = {
     "nxdt: HLAT, a torn line": tells(
         logs.hlat(1, 5) + logs.hlat(2, 30) + logs.hlat(3, 55) + logs.hlat(1, 5)[:90] + "\n",
         1024,
-        notes="prints 6.5e+03 sequences/s, but clock and batch make 41",
+        notes="prints 6,498 sequences/s, but clock and batch make 41",
         skipped_lines=1,
         step=[1, 2, 3],
         loss=[10.25, 9.25, 8.25],
@@ -391,7 +391,9 @@ def test_lumi_log_gives_model_layout_and_published_mfu(read):
 
 
 def test_overstated_tflops_of_a_log_are_not_used(read):
-    """DeepSpeed trained a quarter of the sequences from which the log computes its TFLOP/s."""
+    """The log prints four times the TFLOP/s that were reached. Its global batch size has four times
+    as many sequences as DeepSpeed trained.
+    """
     report, run = read(logs.frontier(), "frontier")
     assert run.plan.global_batch_size == 320 and set(run.metrics()["tokens"]) == {320 * 2048}
     hfu = run.metrics().hfu()

@@ -14,8 +14,9 @@ import transformers
 from kit.config.spec import RopeScaling
 from kit.errors import ConfigError, DataError
 from kit.interop.weights.hugging_face import export_hugging_face, import_hugging_face
-from kit.interop.weights.hugging_face_config import ALIASES, DEFAULTS, config_of, spec_of
-from kit.interop.weights.weights import Weights, from_theirs
+from kit.interop.weights.hugging_face_config import config_of, spec_of
+from kit.interop.weights.model_types import MODEL_TYPES
+from kit.interop.weights.weights import Weights, from_hugging_face
 from kit.model import Decoder, build_decoder
 from tests.support.distinct_models import GPT, LLAMA, assert_equal, randomised
 
@@ -43,7 +44,7 @@ def assert_same_logits(decoder: Decoder, model: Any) -> None:
 def test_hugging_face_round_trip_keeps_every_bit(name: str, tmp_path: Path) -> None:
     decoder = randomised(SPECS[name])
     folder = export_hugging_face(decoder, tmp_path / "model")
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
     model, report = load(folder, output_loading_info=True)
     assert not any(report.values()), f"weights that did not fit: {report}"
     assert type(model).__name__ == ("LlamaForCausalLM" if "Llama" in name else "GPT2LMHeadModel")
@@ -55,7 +56,9 @@ def test_hugging_face_round_trip_keeps_every_bit(name: str, tmp_path: Path) -> N
 
 
 def test_sharded_export_round_trips(tmp_path: Path) -> None:
-    """The error for a damaged weight file names the file."""
+    """A model in several weight files has the logits of the original. If one of the files is
+    damaged, the error names this file.
+    """
     decoder = randomised(LLAMA)
     folder = export_hugging_face(decoder, tmp_path / "model", max_shard_bytes=100_000)
     shards = sorted(folder.glob("model-*.safetensors"))
@@ -87,22 +90,36 @@ def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen3"}, "model_type: 'qwen3' cannot be .*Allowed: gpt2, llama, mistral"),
-        ({"model_type": "mistral"}, "config.sliding_window: 4096 .*the kit's decoder has none"),
-        ({"hidden_act": "gelu"}, "config.hidden_act: 'gelu' .*the kit's decoder has 'silu' only"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "config.rope_p.*'default' or 'llama3'"),
-        ({"rope_parameters": {"type": "linear", "factor": 2.0}}, "rope_parameters: .*'linear'"),
+        ({"model_type": "opt"}, "model_type: 'opt' cannot be .*ReLU. Allowed: gemma, .* gpt2"),
+        ({"hidden_act": "gelu"}, "config.hidden_act: 'gelu' .*the kit's decoder has 'silu' or"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor: 0.5 .* 1 only in a Llama"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "attention_factor": 1.1}},
+            "config.rope_p.*'default', 'linear', 'llama3' or 'longrope'",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}, "rope_type": "default"}, "config.rope_p.*yarn"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "over whole heads"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "for all layers"),
-        ({"rope_scaling": {"type": "linear"}}, "config.rope_scaling"),
-        ({"head_dim": 32}, "config.head_dim: 32 cannot be imported, the kit's decoder has 16"),
-        ({"mlp_bias": True}, "attention_bias: False beside mlp_bias True .* in both or in neither"),
-        ({"attention_bias": True}, "config.attention_bias: True beside mlp_bias False"),
+        ({"rope_scaling": {"type": "dynamic"}}, "config.rope_scaling"),
+        (
+            {"model_type": "gpt_neox", "head_dim": 32, "hidden_act": "gelu"},
+            "config.head_dim: 32 cannot be imported, the kit's decoder has 16 only in a GPT-NeoX",
+        ),
+        (
+            {"model_type": "stablelm", "qk_layernorm": True},
+            "config.qk_layernorm: True cannot be imported, the kit's decoder has False only",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            "config.use_sliding_window: a window in some of the layers",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0, 0]},
+            r"config.no_rope_layers: \[1, 0, 0\] cannot be imported.*every n-th layer",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: weights in 'fp8'"),
         (
             {"model_type": "gpt2", "activation_function": "relu"},
-            "config.activation_function: 'relu' cannot be imported. .*Allowed: gelu, gelu_new",
+            "config.activation_function: 'relu' cannot be imported, .*'gelu' or 'gelu_new'",
         ),
     ],
 )
@@ -136,17 +153,24 @@ def test_llama_configs_are_read_as_in_transformers(config: dict[str, Any]) -> No
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(given))
     model = transformers.AutoModelForCausalLM.from_config(theirs)
     theirs_of = model.state_dict().__getitem__
-    weights = Weights.read_by(found, lambda name: from_theirs(found, name, theirs_of), Path("here"))
+    weights = Weights.read_by(
+        found, lambda name: from_hugging_face(found, name, theirs_of), Path("here")
+    )
     assert found.sequence_length == theirs.max_position_embeddings
     assert found.norm_eps == theirs.rms_norm_eps
     assert_same_logits(weights.decoder(), model)
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
+@pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_config_defaults_equal_transformers(kind: str) -> None:
     theirs = transformers.AutoConfig.for_model(kind)
-    assert {key: getattr(theirs, key) for key in DEFAULTS[kind]} == DEFAULTS[kind]
-    assert ALIASES[kind] == {key: value for key, value in theirs.attribute_map.items()}
+    ours = MODEL_TYPES[kind]
+    assert {key: getattr(theirs, key) for key in ours.defaults} == ours.defaults
+    assert ours.aliases == {key: value for key, value in theirs.attribute_map.items()}
+    rope = getattr(theirs, "rope_parameters", {"rope_theta": 1e4})
+    rope = rope.get("full_attention", rope)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    assert (rope["rope_theta"], partial) == (ours.rope_theta, ours.partial_rotary_factor)
     if kind == "gpt2":
         sizes = {"hidden_size": 64, "num_attention_heads": 4}
         assert spec_of({"model_type": kind, **sizes}, name="x").hidden_size == 64
@@ -156,7 +180,7 @@ def test_config_defaults_equal_transformers(kind: str) -> None:
     ("spec", "message"),
     [
         (GPT.replace(bias=False), "spec.bias: .*GPT-2 has True only"),
-        (LLAMA.replace(norm="layernorm"), "spec.norm"),
+        (LLAMA.replace(qk_norm="all_heads"), "spec.qk_norm: .*Llama has 'none' only"),
     ],
 )
 def test_export_refuses_unsupported_model(spec, message: str, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_finished_log_gives_no_live_alerts(log, read, age_s, full_disk, monkeypa
     dashboard = looked_at(run)
     now = time.monotonic()
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 1e6)
-    dashboard.look()
+    dashboard.update_status()
     facts = dashboard.facts()
     assert "iteration        8/" in dashboard.log(), "its log is a link, and is read all the same"
     assert recorded_alerts(run) == dashboard.alerts() == []
@@ -104,7 +104,7 @@ def test_followed_log_gives_only_a_stall_alert(log, read, full_disk):
             later.setattr(
                 alerts, "time", SimpleNamespace(monotonic=lambda: now + 1e5, time=time.time)
             )
-            dashboard.look()
+            dashboard.update_status()
         seen.append((status_row(run)["state"], [alert["kind"] for alert in dashboard.alerts()]))
         raise KeyboardInterrupt
 

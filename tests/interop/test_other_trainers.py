@@ -56,7 +56,10 @@ def test_megatron_defaults_fill_missing_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{GPT} --num-experts 8", "--model: --num-experts 8: the kit's decoder cannot do that"),
+        (
+            f"{GPT} --num-experts 8",
+            "--model: --num-experts 8: the kit's decoder has no such option",
+        ),
         (f"{GPT} --window-size 1024,0", "--window-size 1024,0"),
         (f"{GPT} --kv-channels 64", "--kv-channels 64"),
         (f"{GPT} --position-embedding-type none", "--position-embedding-type none"),

@@ -62,17 +62,24 @@ def test_plan_accepts_settings_that_change_no_size(config, tmp_path):
     plain, _ = training_spec(write(tmp_path, LLAMA), sequence_length=4096)
     assert spec.flops_per_token() == plain.flops_per_token()
     write(tmp_path, config)
-    if spec.rope_scaling is None:
+    rope = config.get("rope_scaling", {})
+    is_left_out = rope.get("rope_type") in ("yarn", "dynamic")
+    if is_left_out:
         with pytest.raises(ConfigError, match="cannot be imported.*`kit eval` scores its folder"):
             load_spec(file)
     left_out = [note for note in notes if "is left out: it changes neither" in note]
-    assert len(left_out) == (config.get("rope_scaling", LLAMA_31)["factor"] != 8.0)
+    assert len(left_out) == is_left_out
 
 
-def test_window_shorter_than_sequence_is_refused(tmp_path):
-    for length in (None, 4097):
-        with pytest.raises(ConfigError, match="sliding_window: 4,096 is shorter .*--seq 4096"):
-            training_spec(write(tmp_path, MISTRAL), sequence_length=length)
+def test_window_shorter_than_sequence_counts_its_keys(tmp_path):
+    """The term 12 L A s of the model FLOPs has the window of 4,096 tokens in place of s."""
+    spec, _ = training_spec(write(tmp_path, MISTRAL), sequence_length=16_384)
+    full, _ = training_spec(write(tmp_path, LLAMA), sequence_length=16_384)
+    keys = SMALL["num_hidden_layers"] * (16_384 - 4096)
+    fewer = 12 * SMALL["hidden_size"] * keys
+    assert spec.flops_per_token() == full.flops_per_token() - fewer
+    executed = spec.hardware_flops_per_token("none", whole=True)
+    assert executed == full.hardware_flops_per_token("none", whole=True)
 
 
 LENGTHS = [
@@ -120,8 +127,11 @@ def test_launch_uses_the_training_length(tmp_path, capsys):
 
 
 REFUSED = [
-    ({**SMALL, "model_type": "qwen2"}, "lacks biases of queries, keys and values"),
-    ({**LLAMA, "head_dim": 48}, "config.head_dim: 48 cannot be planned, .*32 only"),
+    ({**SMALL, "model_type": "falcon"}, "lacks one norm for both halves of a block"),
+    (
+        {**SMALL, "model_type": "stablelm", "head_dim": 48},
+        "config.head_dim: 48 cannot be planned, .*32 only",
+    ),
     ({"model_type": "llava", "text_config": LLAMA}, "'llama', in `text_config`: save that"),
     ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "before quantization"),
     (SMALL, "model_type: missing. A Hugging Face config.json names its family"),
@@ -157,7 +167,7 @@ def test_unsupported_types_exist_in_transformers():
         transformers.AutoConfig.for_model(kind)
 
 
-def test_plan_command_shows_the_training_length(tmp_path):
+def test_plan_command_shows_length_and_parameters(tmp_path):
     file = write(tmp_path, LLAMA)
     words = ["plan", file, "--site", "dgx-h100", "--devices", "8", "--batch", "64"]
     shown = CliRunner().invoke(app, words)
@@ -165,6 +175,8 @@ def test_plan_command_shows_the_training_length(tmp_path):
     assert "the training length is taken as 8,192 tokens, since" in shown.output
     told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert told["sequence_length"] == 8192 and "(32,768)" in told["notes"][0]
-    assert "gpt2, llama and mistral" in " ".join(
+    assert told["num_params"] == told["num_active_params"] == load_spec(file).num_params
+    assert f"{told['num_params']:,}, all active" in shown.output
+    assert "gpt2, gpt_neox, granite, llama" in " ".join(
         CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "300"}).output.split()
     )

@@ -68,8 +68,8 @@ class Format:
     """Pattern of the last line of a text that spans several lines, such as a JSON object. All lines
     of the text are read as one line."""
     values: str = "the last step's values"
-    """Words for a note on lines that cover several steps. They say whether a line has means of its
-    steps or values of its last step."""
+    """Phrase for the note on a log with one line for several steps. It says whether the line prints
+    means over its steps or values of its last step."""
     counts_before: bool = False
     """Whether the consumed samples that a line prints do not include the samples of the line's own
     step."""

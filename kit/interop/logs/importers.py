@@ -33,6 +33,7 @@ from kit.interop.logs.setup import configure_run
 from kit.interop.logs.suggest import check_text, suggested_pattern
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
+from kit.show.results import short_number
 
 SPEED_TOLERANCE = 0.1
 """Relative difference between the sequences per second that a log prints and those by its clock.
@@ -357,16 +358,16 @@ def _check_speed(rows: list[Row], steps: list[Step], run: Run) -> list[str]:
     if printed_flops:
         notes.append(
             f"the log prints {median(printed_flops) / 1e12:.1f} TFLOP/s per device, which is not"
-            " used; from the clock and the sequences run it is"
-            f" {mfu_flops_per_s / 1e12:.1f} of the model, {hfu_flops_per_s / 1e12:.1f} with"
-            " recomputation"
+            " used: step times and sequences give"
+            f" {mfu_flops_per_s / 1e12:.1f} TFLOP/s without and {hfu_flops_per_s / 1e12:.1f}"
+            " TFLOP/s with recomputation"
         )
     printed_rates = [step["samples_per_s"] for step in steps if step.get("samples_per_s")]
     rate = typical * devices / spec.sequence_length
     if printed_rates and abs(median(printed_rates) / rate - 1) > SPEED_TOLERANCE:
         notes.append(
-            f"the log prints {median(printed_rates):.3g} sequences/s, but clock and batch make"
-            f" {rate:.3g}"
+            f"the log prints {short_number(median(printed_rates))} sequences/s, but clock and batch"
+            f" make {short_number(rate)}"
         )
     return notes
 
@@ -427,7 +428,7 @@ def _create(run: Run, log: Path) -> None:
             old.unlink()
     shutil.rmtree(out / "logs", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    for name, text in run.asked().items():
+    for name, text in run.configuration_texts().items():
         write_atomic(out / name, text)
     JobSpec(
         name=f"import of {log.name}",

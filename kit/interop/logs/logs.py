@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.files import opened
+from cluster.files import open_for_reading
 from cluster.record import ConfigError
 from kit.interop.logs.formats import SETTINGS_OF_STEPS, Format, Texts
 from kit.interop.logs.numbers import UnsureStepError, parse_value
@@ -68,7 +68,7 @@ class LogLines(Tail):
                 self.lines += bool(line)
                 if len(line) <= LONGEST_LINE:
                     yield COLOUR.sub("", line.decode(errors="replace"))
-        with contextlib.suppress(OSError), opened(self.file) as stream:
+        with contextlib.suppress(OSError), open_for_reading(self.file) as stream:
             self.changed = os.fstat(stream.fileno()).st_mtime
             stream.seek(self.position)
             rest = stream.read(LONGEST_LINE)

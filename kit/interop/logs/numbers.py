@@ -38,8 +38,9 @@ def parse_number(text: str | None, unit: str = "") -> float | None:
     """Returns the number in a word of a log, such as `1,234`, `2.1e+4`, `3.4M` or `12.3%`, or None
     if the word is not a number.
 
-    With `unit`, "s" or "ms", the word is a time in this or another unit, or a rate: `850ms`,
-    `1.2s/it`, `3.1it/s`. The result is then the time per step in `unit`.
+    If `unit` is "s" or "ms", the word may also be a time or a rate with its own unit, such as
+    `850ms`, `1.2s/it` or `3.1it/s`. The result is then the time per step in `unit`. A number
+    without a unit is returned unchanged.
     """
     word = (text or "").replace(",", "")
     try:

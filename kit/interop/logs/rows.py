@@ -74,8 +74,8 @@ class StepRecorder:
         yield row
 
     def _validation_rows(self, step: Step) -> Iterator[Row]:
-        """Yields the last row again, with a validation loss added, if the last line covers the step
-        of the validation loss.
+        """Yields the last row a second time with the validation loss added, if the last line of the
+        log covers the step at which this loss was measured.
         """
         last = self.last_row
         if not last:

@@ -149,11 +149,11 @@ def _spec(settings: Texts, notes: list[str]) -> ModelSpec:
 
 
 def _layout(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Returns the fields of the plan (layout) that a log states. The result is {} if the log lacks
-    Megatron's arguments.
+    """Returns the fields of the plan (layout) that a log states. If the log does not print
+    Megatron's arguments, the user must give the degrees of parallelism, and the result is {}.
 
     Raises:
-        ConfigError: The degrees of parallelism are neither in the log nor given by the user.
+        ConfigError: The log does not print the arguments, and the user has not given all degrees.
     """
     if "world_size" not in settings:
         if missing := [name for name in DEGREES if name not in given]:

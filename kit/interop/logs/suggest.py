@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.files import opened
+from cluster.files import open_for_reading
 from kit.data.detect import HEAD_BYTES, MAGIC
 from kit.errors import DataError
 from kit.interop.logs.formats import BETWEEN
@@ -47,7 +47,8 @@ KINDS = (
     (b"\x89HDF", "an HDF5 file, not a log"),
     *((magic, f"compressed by {name}. Unpack it") for magic, name in MAGIC),
 )
-"""First bytes of files that are not logs. The text with them names the type of the file."""
+"""Pairs (first bytes of a file, text that names the type of the file) for files that are not logs.
+"""
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors")
 """Extensions of checkpoint files."""
 CONVERT = (
@@ -63,8 +64,8 @@ lines."""
 def check_text(file: Path) -> None:
     """Raises DataError with the type of the file if a file is binary or cannot be read."""
     try:
-        opened(file).close()
-        binary = what_it_is(file)
+        open_for_reading(file).close()
+        binary = binary_file_type(file)
     except OSError as error:
         raise DataError(
             f"{file}: cannot be read ({error.strerror}). Give the trainer's log file."
@@ -73,7 +74,7 @@ def check_text(file: Path) -> None:
         raise DataError(f"{file}: {binary}.")
 
 
-def what_it_is(file: Path) -> str:
+def binary_file_type(file: Path) -> str:
     """Returns the type of a binary file and advice, or "" for a text. Reads its first bytes."""
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)

@@ -4,13 +4,12 @@ Distributed.
 
 from typing import TYPE_CHECKING
 
-from kit.run import Run
-
 if TYPE_CHECKING:
     from kit.model import Decoder
+    from kit.run import Run
 
 
-def load_model(run: Run, step: int | None = None) -> "Decoder":
+def load_model(run: "Run", step: int | None = None) -> "Decoder":
     """Returns the whole model of one checkpoint (default: the newest), on the CPU, in fp32 and in
     evaluation mode.
 

@@ -1,5 +1,5 @@
-"""Writes the kit's decoder as a Hugging Face folder (LlamaForCausalLM or GPT2LMHeadModel, in
-safetensors) and reads such folders. Writing and reading keep every bit of fp32 weights.
+"""Writes the kit's decoder as a Hugging Face folder in safetensors, as the model type that can
+express it, and reads such folders. Writing and reading keep every bit of fp32 weights.
 
 A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`)
 and the tokenizer.
@@ -17,21 +17,24 @@ from typing import Any
 
 import torch
 
+from cluster.files import read_small
 from kit.config.spec import ModelSpec
 from kit.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from kit.errors import ConfigError, DataError, needed
 from kit.interop.weights.hugging_face_config import Precision, config_of, load_spec
+from kit.interop.weights.model_types import normalised
 from kit.interop.weights.neuron import import_nxd
 from kit.interop.weights.other_trainers import named
 from kit.interop.weights.sentencepiece import piece_texts, to_tokenizer_json
 from kit.interop.weights.weights import (
     SafetensorsFolder,
     Weights,
-    from_theirs,
+    average,
+    from_hugging_face,
+    hugging_face_name,
     parameter_shapes,
     safetensors_library,
-    their_name,
-    to_theirs,
+    to_hugging_face,
 )
 from kit.model import Decoder
 from kit.run import Run
@@ -81,8 +84,8 @@ def export_hugging_face(
         max_shard_bytes: Largest size of a weight file. A single weight may be larger.
 
     Raises:
-        ConfigError: LlamaForCausalLM and GPT2LMHeadModel cannot express the model, or the folder is
-            not empty.
+        ConfigError: No model type of transformers can express the model, or the folder is not
+            empty.
         DataError: transformers gives other token ids than the tokenizer.
         MissingPackageError: safetensors is not installed, or transformers with a tokenizer.
     """
@@ -111,13 +114,17 @@ def _write_shards(
     ours = parameter_shapes(weights.spec)
     dtype = getattr(torch, precision)
     empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items())
-    theirs = to_theirs(spec, empty)
+    theirs = to_hugging_face(spec, empty)
     split = split_torch_state_dict_into_shards(theirs, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        made = {name: torch.empty_like(theirs[name], device="cpu") for name in names}
-        places = (name for name in ours if their_name(spec, name) in made)
-        # A weight of the kit is a view of Hugging Face's tensor, so filling it fills that tensor.
-        weights.fill({name: from_theirs(spec, name, made.__getitem__) for name in places})
+        held = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, shape in ours.items()
+            if hugging_face_name(spec, name) in names
+        }
+        weights.fill(held)
+        made = to_hugging_face(spec, held.items())
+        del held
         save_file(made, folder / file, metadata={"format": "pt"})
         # safetensors creates files that only their owner may read.
         shutil.copymode(folder / "config.json", folder / file)
@@ -140,7 +147,7 @@ def export_run(
 
     Raises:
         CheckpointError: There is no complete checkpoint of that step.
-        ConfigError: Llama and GPT-2 of transformers cannot express the model, or the folder is not
+        ConfigError: No model type of transformers can express the model, or the folder is not
             empty.
         DataError: transformers gives other token ids than the tokenizer.
         MissingPackageError: safetensors or transformers is not installed.
@@ -149,6 +156,38 @@ def export_run(
     return export_hugging_face(
         run_weights(run, step), folder, tokenizer=tokenizer, precision=precision
     )
+
+
+def export_average(
+    run: Run, last: int, folder: str | Path, *, precision: Precision = "float32"
+) -> tuple[Path, list[int]]:
+    """Writes the mean of the weights of the last checkpoints of a run, and the tokenizer of its
+    data set, as a folder that transformers loads. Returns (folder, steps of the checkpoints).
+
+    `last` is the number of checkpoints. HLAT reports the scores of such an average of two
+    checkpoints (arXiv 2404.10630, Table IV).
+
+    Raises:
+        ConfigError: The run has fewer complete checkpoints, no model type of transformers can
+            express the model, or the folder is not empty.
+        CheckpointError: A checkpoint is damaged.
+        DataError: transformers gives other token ids than the tokenizer.
+        MissingPackageError: safetensors or transformers is not installed.
+    """
+    refuse_occupied(Path(folder))
+    there = run.checkpoints.steps()
+    if not 2 <= last <= len(there):
+        names = ", ".join(map(str, there)) or "none"
+        raise ConfigError(
+            f"last: {last} is not allowed. Give 2 to the number of complete checkpoints of"
+            f" {run.directory}, {len(there)} (steps: {names}). recipe.keep_last and"
+            " recipe.keep_every say how many a run keeps."
+        )
+    steps = there[-last:]
+    weights = average([run_weights(run, step) for step in steps])
+    tokenizer = run.dataset().tokenizer()
+    folder = export_hugging_face(weights, folder, tokenizer=tokenizer, precision=precision)
+    return folder, steps
 
 
 # Tokenizers ---------------------------------------------------------------------------------------
@@ -232,11 +271,11 @@ def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     if differ:
         text, found, own = differ[0]
         raise DataError(
-            f"tokenizer: transformers reads {text[:60]!r} as {found[:12]}, but the model was"
-            f" trained on {own[:12]}; {len(differ)} of {len(texts):,} texts differ, so nothing was"
-            " written. Export the model without it in Python, by"
-            " kit.interop.weights.hugging_face.export_run, and tokenise with"
-            f" {tokenizer.file_name} itself."
+            f"tokenizer: transformers reads {text[:60]!r} as the token ids {found[:12]}, but the"
+            f" model was trained with {own[:12]}. {len(differ)} of {len(texts):,} texts differ."
+            " Nothing was written. To export the model without a tokenizer, call"
+            " kit.interop.weights.hugging_face.export_run with with_tokenizer=False in Python."
+            f" Tokenise texts with {tokenizer.file_name}."
         )
 
 
@@ -267,9 +306,12 @@ def import_hugging_face(folder: str | Path) -> Weights:
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
             f" have {weights.size_bytes:,} bytes. Copy them again."
         )
+    kind = json.loads(read_small(folder / "config.json", follows=True))["model_type"]
     for name in parameter_shapes(spec):
-        weights.require(their_name(spec, name))
-    return Weights.read_by(spec, lambda name: from_theirs(spec, name, weights.read), folder)
+        weights.require(hugging_face_name(spec, name, kind))
+    return Weights.read_by(
+        spec, lambda name: from_hugging_face(spec, name, weights.read, kind), folder
+    )
 
 
 def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
@@ -287,7 +329,7 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
     free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
     theirs = found.spec.to_dict()
     differences = []
-    for key, value in spec.to_dict().items():
+    for key, value in normalised(spec).to_dict().items():
         if key not in free and value != theirs[key]:
             differences.append(f"{key} {theirs[key]!r} there and {value!r} here")
     if differences:
@@ -303,7 +345,9 @@ def refuse_occupied(folder: Path) -> None:
     read and written, which can take long.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
+        raise ConfigError(
+            f"{folder}: exists and is not empty. Give a new folder (--out), or delete this one."
+        )
 
 
 @contextlib.contextmanager

@@ -148,8 +148,8 @@ def _refuse_other_models(arguments: dict[str, str], *, head_size: int) -> None:
     for name, value in arguments.items():
         if name in REFUSED or value not in required.get(name, (value,)):
             raise ConfigError(
-                f"--model: --{name.replace('_', '-')} {value}: the kit's decoder cannot do that."
-                " Leave it out if it may be another model."
+                f"--model: --{name.replace('_', '-')} {value}: the kit's decoder has no such"
+                " option. Leave the argument out if a similar model is enough."
             )
 
 

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, DataError
-from kit.interop.weights.weights import Weights, from_theirs, load_tensors, numbered_files
+from kit.interop.weights.weights import (
+    Weights,
+    exported_type,
+    from_hugging_face,
+    load_tensors,
+    numbered_files,
+)
 
 FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = "torch_xla.utils.serialization.TensorReference"
@@ -39,13 +45,15 @@ def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
         ConfigError: The spec is not of the Llama family without biases.
         DataError: There are no shards, some are missing, or they do not hold this model.
     """
-    if spec.family != "llama" or spec.bias:
+    if exported_type(spec) != "llama" or spec.bias or spec.switches:
         raise ConfigError(
             f"spec: {spec.name} is not a Llama without biases; NxD checkpoints of others are not"
             " read."
         )
     shards = NxdShards(Path(folder), spec)
-    return Weights.read_by(spec, lambda name: from_theirs(spec, name, shards.read), Path(folder))
+    return Weights.read_by(
+        spec, lambda name: from_hugging_face(spec, name, shards.read), Path(folder)
+    )
 
 
 class NxdShards:

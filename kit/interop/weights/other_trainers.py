@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cluster.files import opened, read_small
+from cluster.files import open_for_reading, read_small
 from cluster.record import counted
 from kit.data.detect import POINTER, POINTER_BYTES
 from kit.errors import DataError, RunError
@@ -162,7 +162,7 @@ def check_safetensors(folder: Path) -> None:
     for pattern in ("*.safetensors", "tokenizer.json", "tokenizer.model"):
         for file in sorted(folder.glob(pattern)):
             try:
-                with opened(file, follows=True) as stream:
+                with open_for_reading(file, follows=True) as stream:
                     head = stream.read(POINTER_BYTES)
             except OSError as error:
                 raise DataError(f"{file}: {error.strerror}. Copy the folder again.") from error
@@ -218,7 +218,7 @@ def _weight_names(folder: Path) -> list[str]:
     try:
         if index.is_file():
             return list(read_index(index)["weight_map"])
-        with opened(file, follows=True) as stream:
+        with open_for_reading(file, follows=True) as stream:
             size = int.from_bytes(stream.read(8), "little")
             return list(json.loads(stream.read(min(size, LARGEST_HEADER))))
     except (OSError, ValueError, RecursionError, TypeError, LookupError):

@@ -84,12 +84,13 @@ def _model(model: Any) -> Any:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns the merges of a BPE model: all pairs of pieces that together are a piece, sorted by
-    the score of the joined piece.
+    """Returns the merges of a BPE model: all pairs of pieces whose concatenation is a piece,
+    sorted by the score of the joined piece.
 
-    If pairs tie, SentencePiece joins the leftmost pair in the text. Ties occur in runs of one
-    character: in LLaMA's and Mistral's models all pieces of spaces have one score. In a run, the
-    leftmost pair is the pair with the longest left piece, so this pair comes first.
+    If pairs tie, SentencePiece joins the leftmost pair in the text. Ties occur in repetitions of
+    one character: in LLaMA's and Mistral's models all pieces of spaces have one score. In a
+    repetition, the leftmost pair has the longest left piece. So among pairs with equal scores, the
+    pair with the longest left piece comes first.
     """
     pairs = [(piece, cut) for piece in scores for cut in range(len(piece) - 1, 0, -1)]
     pairs.sort(key=lambda pair: (-scores[pair[0]], -pair[1]))

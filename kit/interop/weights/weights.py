@@ -1,13 +1,14 @@
 """Reads the weights of a model one at a time, from any source, so that no conversion needs memory
 for a whole model.
 
-Converts names and shapes of weights between the kit's decoder and Hugging Face's LlamaForCausalLM
-and GPT2LMHeadModel, in both directions.
+Converts names and shapes of weights between the kit's decoder and Hugging Face's models, in both
+directions.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from cluster.record import check_file_name
 from kit.config.spec import ModelSpec
 from kit.errors import DataError, needed
+from kit.interop.weights.model_types import MODEL_TYPES, write_model
 from kit.interop.weights.other_trainers import check_safetensors, missing_weight_advice, read_index
 from kit.model import Decoder, empty_decoder
 from kit.torch_private import local_part
@@ -85,6 +87,24 @@ class Weights:
         return decoder
 
 
+def average(parts: Sequence[Weights]) -> Weights:
+    """Returns the mean of the weights of several checkpoints of one model, computed in fp32. All
+    weights are averaged, also those of the norms.
+    """
+
+    def fill(targets: dict[str, Tensor]) -> None:
+        sums = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in targets.items()}
+        read = {name: torch.empty_like(total) for name, total in sums.items()}
+        for part in parts:
+            part.fill(read)
+            for name, total in sums.items():
+                total += read[name]
+        for name, target in targets.items():
+            target.copy_(sums[name] / len(parts))
+
+    return Weights(parts[0].spec, fill)
+
+
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     """Returns a dict from the name of each weight in the kit's decoder to its shape, in the order
     of the decoder.
@@ -149,16 +169,18 @@ class SafetensorsFolder:
 
     def require(self, name: str) -> str:
         """Returns the name under which the folder has a weight. Folders of GPT-2 on the hub leave
-        out `transformer.` at the beginning of names.
+        out `transformer.` at the beginning of names. The output projection of GPT-NeoX has two
+        names.
 
         Raises:
             DataError: The folder has no such weight.
         """
-        found = name if name in self._file_of else name.removeprefix("transformer.")
-        if found not in self._file_of:
-            advice = missing_weight_advice(self.folder)
-            raise DataError(f"{self.folder}: has no weight {name!r}. {advice}")
-        return found
+        others = (name.removeprefix("transformer."), name.replace("embed_out.", "lm_head."))
+        for found in (name, *others):
+            if found in self._file_of:
+                return found
+        advice = missing_weight_advice(self.folder)
+        raise DataError(f"{self.folder}: has no weight {name!r}. {advice}")
 
     def read(self, name: str) -> Tensor:
         """Returns the weight with Hugging Face's name `name`.
@@ -212,31 +234,63 @@ def _weight_map(index: Path) -> dict[str, str]:
 # Hugging Face's names -----------------------------------------------------------------------------
 
 # The tables map modules. A weight has the name of its module, a dot, and `weight` or `bias`.
-# GPT-2 stores the matrices of its blocks transposed (input features first), and the query, key and
-# value weights of a block as one matrix.
+# The keys are values of `ModelType.weights`.
 OUTSIDE = {
     "llama": {"embedding.tokens": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
-    "gpt": {
+    "gpt_neox": {
+        "embedding.tokens": "gpt_neox.embed_in",
+        "norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+    },
+    "gpt2": {
         "embedding.tokens": "transformer.wte",
         "embedding.positions": "transformer.wpe",
         "norm": "transformer.ln_f",
         "output": "lm_head",
     },
 }
-BLOCKS = {"llama": "model.layers", "gpt": "transformer.h"}
+BLOCKS = {"llama": "model.layers", "gpt_neox": "gpt_neox.layers", "gpt2": "transformer.h"}
+LLAMA_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+NORMS_AFTER = {
+    "attention_post_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}
+"""Names in a Llama-like block of a model with norms after attention and feed-forward. In other
+models, `post_attention_layernorm` is the norm before feed-forward."""
+QKV = ("attention.query", "attention.key", "attention.value")
+GATE_UP = ("feed_forward.gate", "feed_forward.up")
+"""Modules of the kit that some models have as one matrix, in the order in which it has them."""
 IN_BLOCK = {
-    "llama": {
+    "llama": LLAMA_BLOCK,
+    "phi3": {
+        **LLAMA_BLOCK,
+        **dict.fromkeys(QKV, "self_attn.qkv_proj"),
+        **dict.fromkeys(GATE_UP, "mlp.gate_up_proj"),
+    },
+    "gpt_neox": {
         "attention_norm": "input_layernorm",
         "feed_forward_norm": "post_attention_layernorm",
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.output": "self_attn.o_proj",
-        "feed_forward.gate": "mlp.gate_proj",
-        "feed_forward.up": "mlp.up_proj",
-        "feed_forward.down": "mlp.down_proj",
+        "attention.query": "attention.query_key_value",
+        "attention.key": "attention.query_key_value",
+        "attention.value": "attention.query_key_value",
+        "attention.output": "attention.dense",
+        "feed_forward.up": "mlp.dense_h_to_4h",
+        "feed_forward.down": "mlp.dense_4h_to_h",
     },
-    "gpt": {
+    "gpt2": {
         "attention_norm": "ln_1",
         "feed_forward_norm": "ln_2",
         "attention.query": "attn.c_attn",
@@ -247,47 +301,81 @@ IN_BLOCK = {
         "feed_forward.down": "mlp.c_proj",
     },
 }
-FUSED = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
-"""Position of query, key and value in GPT-2's weight `c_attn`, which consists of three equal
-parts."""
 
 
-def their_name(spec: ModelSpec, name: str) -> str:
-    """Returns the name that Hugging Face gives to a weight of the kit."""
+@functools.cache
+def exported_type(spec: ModelSpec) -> str:
+    """Returns the `model_type` as which a model is exported."""
+    return write_model(spec)["model_type"]
+
+
+def hugging_face_name(spec: ModelSpec, name: str, model_type: str | None = None) -> str:
+    """Returns the name that Hugging Face gives to a weight of the kit. `model_type` is the type of
+    the folder, by default the type as which the model is exported.
+    """
+    names = MODEL_TYPES[model_type or exported_type(spec)].weights
+    outer = "llama" if names == "phi3" else names
     module, kind = name.rsplit(".", 1)
     if not module.startswith("layers."):
-        return f"{OUTSIDE[spec.family][module]}.{kind}"
+        return f"{OUTSIDE[outer][module]}.{kind}"
     _, number, inner = module.split(".", 2)
-    return f"{BLOCKS[spec.family]}.{number}.{IN_BLOCK[spec.family][inner]}.{kind}"
+    theirs = IN_BLOCK[names].get(inner)
+    if spec.norm_placement != "before":
+        theirs = NORMS_AFTER.get(inner, theirs)
+    return f"{BLOCKS[outer]}.{number}.{theirs}.{kind}"
 
 
-def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def to_hugging_face(
+    spec: ModelSpec, weights: Iterable[tuple[str, Tensor]], model_type: str | None = None
+) -> dict[str, Tensor]:
     """Returns weights of the kit with the names and shapes of Hugging Face.
 
-    GPT-2 has query, key and value in one matrix. They are joined in the order of `weights`, which
-    must be this order.
+    GPT-2, GPT-NeoX and Phi-3 have query, key and value in one matrix, and Phi-3 also gate and up.
+    Each must be followed by the others in `weights`, in this order.
     """
-    found: dict[str, Tensor] = {}
+    model_type = model_type or exported_type(spec)
+    names = MODEL_TYPES[model_type].weights
+    parts: dict[str, list[Tensor]] = {}
     for name, weight in weights:
-        theirs = their_name(spec, name)
-        if _transposed(spec, name, weight):
-            weight = weight.T
-        if theirs in found:
-            weight = torch.cat((found[theirs], weight), dim=-1)
-        found[theirs] = weight
-    return {name: weight.contiguous() for name, weight in found.items()}
+        parts.setdefault(hugging_face_name(spec, name, model_type), []).append(weight)
+    found = {}
+    for theirs, tensors in parts.items():
+        if names == "gpt_neox" and len(tensors) > 1:
+            # Each head has its query, key and value features one after the other.
+            heads = [tensor.unflatten(0, (spec.num_heads, spec.head_size)) for tensor in tensors]
+            joined = torch.stack(heads, dim=1).flatten(0, 2)
+        else:
+            joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        found[theirs] = (joined.T if _transposed(names, theirs, joined) else joined).contiguous()
+    return found
 
 
-def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Returns the weight `name` of the kit's decoder, as a view of the Hugging Face weight that
-    `read` returns. `read` takes Hugging Face's name of the weight.
+def from_hugging_face(
+    spec: ModelSpec, name: str, read: Callable[[str], Tensor], model_type: str | None = None
+) -> Tensor:
+    """Returns the weight `name` of the kit's decoder. `read` takes Hugging Face's name of a weight
+    and returns it. `model_type` is the type of the folder, by default the type as which the model
+    is exported.
     """
-    weight = read(their_name(spec, name))
+    model_type = model_type or exported_type(spec)
+    names = MODEL_TYPES[model_type].weights
+    theirs = hugging_face_name(spec, name, model_type)
+    weight = read(theirs)
+    if _transposed(names, theirs, weight):
+        weight = weight.T
     inner = name.split(".", 2)[-1].rsplit(".", 1)[0]
-    if spec.family == "gpt" and inner in FUSED:
-        weight = weight.chunk(3, dim=-1)[FUSED[inner]]
-    return weight.T if _transposed(spec, name, weight) else weight
+    if names == "phi3" and inner in GATE_UP:
+        return weight.chunk(2)[GATE_UP.index(inner)]
+    if names == "llama" or inner not in QKV:
+        return weight
+    position = QKV.index(inner)
+    if names == "gpt_neox":
+        return weight.unflatten(0, (spec.num_heads, 3, spec.head_size))[:, position].flatten(0, 1)
+    return weight.split((spec.attention_size, spec.kv_size, spec.kv_size))[position]
 
 
-def _transposed(spec: ModelSpec, name: str, weight: Tensor) -> bool:
-    return spec.family == "gpt" and name.startswith("layers.") and weight.ndim == 2
+def _transposed(names: str, theirs: str, weight: Tensor) -> bool:
+    """Returns whether Hugging Face stores a weight transposed, with input features first. GPT-2
+    does so with the matrices of its blocks.
+    """
+    return names == "gpt2" and theirs.startswith("transformer.h.") and weight.ndim == 2
