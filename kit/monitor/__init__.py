@@ -5,7 +5,8 @@ After each training step, the trainer appends a row of numbers to `metrics.jsonl
 (`kit.run.metrics.MetricsWriter`). In the kernel of the notebook, `Monitor` (`widget.py`) reads new
 rows through `Dashboard` (`dashboard.py`). `Dashboard` adds derived quantities (`curves.py`) and
 reduces them to a few numbers per pixel of the charts. `Monitor` sends the result to the browser,
-where `static/dashboard.js` draws it.
+where `static/dashboard.js` draws it. The same script draws the page that `kit watch --html` writes
+(`page.py`).
 """
 
 from importlib import import_module
@@ -25,6 +26,7 @@ _PLACES = {
     "status_row": "text",
     "status_table": "text",
     "watch": "text",
+    "write_page": "page",
 }
 
 

@@ -15,10 +15,10 @@ from cluster.state import (
     JobError,
     Request,
     TakenRequest,
-    read_asked,
     read_history,
+    read_pending_request,
     read_state,
-    read_taken,
+    read_taken_request,
 )
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
@@ -78,7 +78,7 @@ class Actions:
         progress = ActionProgress(asked_at=time.time(), attempt=status.attempt)
         self._requests[name] = progress
         if name in ("checkpoint", "stop"):
-            self._taken_before[name] = read_taken(self.run.directory, name)
+            self._taken_before[name] = read_taken_request(self.run.directory, name)
         # A resume reads the data set, and the scheduler may need seconds to answer. The notebook
         # kernel must not wait for either.
         threading.Thread(
@@ -129,9 +129,9 @@ class Actions:
         or None.
         """
         folder = self.run.directory
-        if waiting := read_asked(folder, name):
+        if waiting := read_pending_request(folder, name):
             return ActionProgress(asked_at=waiting.asked_at, attempt=attempt)
-        if taken := read_taken(folder, name):
+        if taken := read_taken_request(folder, name):
             return ActionProgress(
                 asked_at=taken.asked_at, attempt=attempt, taken_at=taken.taken_at, step=taken.step
             )

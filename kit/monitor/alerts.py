@@ -20,18 +20,19 @@ from cluster.state import JobState, find_log
 from kit.errors import kit_command
 from kit.monitor.curves import Curves
 from kit.monitor.detectors import (
-    Rise,
+    LossRise,
     RiseDetector,
     end_of_line,
+    find_non_finite_rows,
     first_rows,
-    rows_not_finite,
 )
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog, Level
 from kit.run.checkpoint import BYTES_PER_PARAM
 from kit.run.metrics import median
-from kit.trainer.spikes import bad_start, spikes
+from kit.show.results import short_number
+from kit.trainer.spikes import find_bad_start, find_spikes
 
 STALL_S = 15.0
 """Least time without a new training step that counts as a stall, in seconds."""
@@ -78,7 +79,7 @@ class Finding(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Look:
+class RuleInput:
     """Input of the alert rules at one look, which is one evaluation of all rules."""
 
     run: Run
@@ -89,7 +90,7 @@ class Look:
     """First row of the metrics that no earlier look has examined."""
     end: int
     """Row after the last row of the metrics that this look examines."""
-    rises: list[Rise]
+    rises: list[LossRise]
     """Rises of the loss in the rows from `first` to `end`."""
     silent_s: float
     """Seconds for which a running job has recorded no training step, by the clock of this machine.
@@ -112,7 +113,7 @@ class AlertRule:
     """Input of the rule. `new rows`: rows of the metrics that no earlier look has examined.
     `record`: all recorded data, also of a run that has ended. `job`: the present state of the job.
     `running job`: the present state of the job, only while the job runs."""
-    find: Callable[[Look], Iterable[Finding]]
+    find: Callable[[RuleInput], Iterable[Finding]]
     """Function that returns the problems that it finds at one look."""
     threshold: str
     """Threshold of the rule and its source, in words."""
@@ -151,7 +152,7 @@ class AlertMonitor:
             self._steps_timer = earlier._steps_timer
             self._start_timer = earlier._start_timer
 
-    def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
+    def evaluate_rules(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Evaluates all alert rules. Writes the new alerts to the run directory and
         returns them.
         """
@@ -165,7 +166,7 @@ class AlertMonitor:
             alerts += [_alert(rule, finding, look) for finding in rule.find(look)]
         return self.log.add(alerts)
 
-    def _prepare(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Look:
+    def _prepare(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> RuleInput:
         """Returns the input of the alert rules at this look. The rows of this look then count as
         examined.
         """
@@ -177,7 +178,7 @@ class AlertMonitor:
         first = self._judged_rows
         end = min(len(columns), first + ROWS_PER_LOOK)
         self._judged_rows = end
-        rises: list[Rise] = []
+        rises: list[LossRise] = []
         if end > first:
             phases = [phase.until_tokens for phase in self.run.recipe.phases]
             new_data = np.searchsorted(curves["tokens"], phases).tolist()
@@ -192,7 +193,7 @@ class AlertMonitor:
             # The supervisor measures the time since the job began to start, which may be before
             # this view was opened.
             starting_s = max(starting_s, status.starting_s or 0.0)
-        return Look(
+        return RuleInput(
             run=self.run,
             curves=curves,
             ranks=ranks,
@@ -223,7 +224,7 @@ class ChangeTimer:
         return now - self._since
 
 
-def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
+def _alert(rule: AlertRule, finding: Finding, look: RuleInput) -> Alert:
     """Returns the alert for a problem that a rule has found. Attempt, step and time come from the
     row of the problem. For a problem without a row, they are the present attempt, its last step and
     the present time.
@@ -250,7 +251,7 @@ def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
     )
 
 
-def _lines_with_nan(look: Look) -> Iterator[Finding]:
+def _lines_with_nan(look: RuleInput) -> Iterator[Finding]:
     """Finds log lines of another trainer that report a number of steps with a loss that was not
     finite.
     """
@@ -264,7 +265,7 @@ def _lines_with_nan(look: Look) -> Iterator[Finding]:
         yield Finding(f"the loss of {steps} steps is not finite", row)
 
 
-def _collapsed_loss_scale(look: Look) -> Iterator[Finding]:
+def _collapsed_loss_scale(look: RuleInput) -> Iterator[Finding]:
     """Finds rows at which the fp16 loss scale has fallen to 1 or below, after it was above 1."""
     scales = look.curves.columns["loss_scale"][: look.end]
     since = max(0, look.first - 1)
@@ -279,42 +280,44 @@ def _collapsed_loss_scale(look: Look) -> Iterator[Finding]:
             )
 
 
-def _loss_not_finite(look: Look) -> Iterator[Finding]:
+def _loss_not_finite(look: RuleInput) -> Iterator[Finding]:
     """Finds the first row of each stretch of neighbouring rows whose loss is not finite."""
-    for row in rows_not_finite(look.curves.columns, "loss", look.first, look.end).tolist():
+    for row in find_non_finite_rows(look.curves.columns, "loss", look.first, look.end).tolist():
         yield Finding("loss is not finite", row)
 
 
-def _gradient_not_finite(look: Look) -> Iterator[Finding]:
+def _gradient_not_finite(look: RuleInput) -> Iterator[Finding]:
     """Finds the first row of each stretch of neighbouring rows whose gradient norm is not
     finite.
     """
-    for row in rows_not_finite(look.curves.columns, "grad_norm", look.first, look.end).tolist():
+    for row in find_non_finite_rows(
+        look.curves.columns, "grad_norm", look.first, look.end
+    ).tolist():
         yield Finding("gradient norm is not finite", row)
 
 
-def _bad_start(look: Look) -> Iterator[Finding]:
+def _bad_start(look: RuleInput) -> Iterator[Finding]:
     """Finds a loss that is too high at the start of training, compared with random guessing."""
     losses = look.curves.columns["loss"][: look.end]
     guess = math.log(look.run.spec.vocab_size)
-    row = bad_start(losses, guess)
+    row = find_bad_start(losses, guess)
     if row is not None and row >= look.first:
         yield Finding(
-            f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at"
-            f" random gives {guess:.3g}. Lower the learning rate, or warm up for longer",
+            f"loss {losses[row]:.3g}, after {losses[0]:.3g} at the start (random guessing:"
+            f" {guess:.3g}). Lower the learning rate, or warm up for longer",
             row,
         )
 
 
-def _loss_spikes(look: Look) -> Iterator[Finding]:
+def _loss_spikes(look: RuleInput) -> Iterator[Finding]:
     """Finds loss spikes (`kit.trainer.spikes`)."""
     losses = look.curves.columns["loss"][: look.end]
-    for row, before in spikes(losses, look.first):
+    for row, before in find_spikes(losses, look.first):
         yield Finding(f"loss spike {losses[row]:.3g} (median before {before:.3g})", row)
 
 
-def _loss_rises(look: Look) -> Iterator[Finding]:
-    """Finds rises of the loss after which it has stayed high (`RiseDetector`)."""
+def _loss_rises(look: RuleInput) -> Iterator[Finding]:
+    """Finds increases of the loss from which the loss has not recovered (`RiseDetector`)."""
     steps = look.curves.columns["step"]
     for rise in look.rises:
         yield Finding(
@@ -325,18 +328,18 @@ def _loss_rises(look: Look) -> Iterator[Finding]:
         )
 
 
-def _refuted_peak(look: Look) -> Iterator[Finding]:
+def _refuted_peak(look: RuleInput) -> Iterator[Finding]:
     """Finds a peak FLOP/s that cannot be true, since too many steps are faster than the peak."""
-    times_peak = look.curves.times_peak
-    if times_peak is not None and (peak := _peak_words(look)):
+    reached = look.curves.hfu_above_peak
+    if reached is not None and (peak := _peak_words(look)):
         yield Finding(
-            f"{peak} cannot be true: the steps reach {times_peak:.0%} of it, so no MFU or HFU is"
+            f"{peak} cannot be true: the steps reach {reached:.0%} of it, so no MFU or HFU is"
             f" given. {peak_advice(look.run)}",
             len(look.curves) - 1,
         )
 
 
-def _doubtful_peak(look: Look) -> Iterator[Finding]:
+def _doubtful_peak(look: RuleInput) -> Iterator[Finding]:
     """Finds an MFU above MFU_DOUBTFUL, which means that the peak FLOP/s of the site is probably
     wrong.
     """
@@ -350,7 +353,7 @@ def _doubtful_peak(look: Look) -> Iterator[Finding]:
         )
 
 
-def _peak_words(look: Look) -> str:
+def _peak_words(look: RuleInput) -> str:
     """Returns the peak FLOP/s of a run's devices in words. Returns "" if the peak is unknown or the
     run has no step.
     """
@@ -358,7 +361,7 @@ def _peak_words(look: Look) -> str:
     peak = look.run.site.peak_flops_per_s(dtype)
     if peak is None or not len(look.curves):
         return ""
-    return f"the {dtype} peak of {peak / 1e12:.3g} TFLOP/s a device"
+    return f"the {dtype} peak of {short_number(peak / 1e12)} TFLOP/s a device"
 
 
 def peak_advice(run: Run) -> str:
@@ -373,7 +376,7 @@ def peak_advice(run: Run) -> str:
     )
 
 
-def _damaged_records(look: Look) -> Iterator[Finding]:
+def _damaged_records(look: RuleInput) -> Iterator[Finding]:
     """Finds attempts whose plan or site file cannot be read. The alert belongs to the last row of
     the attempt.
     """
@@ -385,7 +388,7 @@ def _damaged_records(look: Look) -> Iterator[Finding]:
             )
 
 
-def _bad_job_state(look: Look) -> Iterator[Finding]:
+def _bad_job_state(look: RuleInput) -> Iterator[Finding]:
     """Finds a job in a bad state: failed, lost or stalled."""
     state = look.status.state
     is_bad = state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
@@ -395,7 +398,7 @@ def _bad_job_state(look: Look) -> Iterator[Finding]:
         yield Finding(f"job {state}: {look.status.reason}")
 
 
-def _slow_start(look: Look) -> Iterator[Finding]:
+def _slow_start(look: RuleInput) -> Iterator[Finding]:
     """Finds a start of the job that takes too long. The message quotes the last line of a rank's
     log.
     """
@@ -406,7 +409,7 @@ def _slow_start(look: Look) -> Iterator[Finding]:
         yield Finding(f"no step yet: {look.status.reason}{quoted}")
 
 
-def _last_log_line(look: Look) -> str:
+def _last_log_line(look: RuleInput) -> str:
     """Returns "FILE: LINE" with the last line of a rank's log, from the first rank whose log is not
     empty. Returns "" if all logs are empty.
     """
@@ -419,17 +422,19 @@ def _last_log_line(look: Look) -> str:
     return ""
 
 
-def _no_step(look: Look) -> Iterator[Finding]:
+def _no_step(look: RuleInput) -> Iterator[Finding]:
     """Finds a running job that has stopped recording training steps. At least five steps must be
     recorded, since the first steps include compilation.
     """
     columns = look.curves.columns
     usual_s = median(columns["step_time_s"][-50:]) or 0
     if len(columns) >= 5 and look.silent_s > max(STALL_S, STALL_STEPS * usual_s):
-        yield Finding(f"no step for {look.silent_s:.0f} s, where one takes {usual_s:.3g} s")
+        yield Finding(
+            f"no step for {look.silent_s:.0f} s (usual step time: {short_number(usual_s)} s)"
+        )
 
 
-def _mfu_falls(look: Look) -> Iterator[Finding]:
+def _mfu_falls(look: RuleInput) -> Iterator[Finding]:
     """Finds a present MFU that has fallen below MFU_FALL times the usual MFU."""
     if (medians := _mfu_medians(look)) is None:
         return
@@ -438,7 +443,7 @@ def _mfu_falls(look: Look) -> Iterator[Finding]:
         yield Finding(f"MFU fell to {now:.1%}, from {before:.1%}")
 
 
-def _mfu_low(look: Look) -> Iterator[Finding]:
+def _mfu_low(look: RuleInput) -> Iterator[Finding]:
     """Finds a present MFU below MFU_LOW on a cluster, unless `_mfu_falls` already reports it."""
     if look.run.site.scheduler == "local" or (medians := _mfu_medians(look)) is None:
         return
@@ -447,7 +452,7 @@ def _mfu_low(look: Look) -> Iterator[Finding]:
         yield Finding(f"MFU is {now:.1%}, below {MFU_LOW:.0%}")
 
 
-def _mfu_medians(look: Look) -> tuple[float, float] | None:
+def _mfu_medians(look: RuleInput) -> tuple[float, float] | None:
     """Returns (present MFU, usual MFU). These are the medians over the last MFU_STEPS and the last
     MFU_HISTORY_STEPS steps. Only steps with the layout of the last step are used. Returns None
     while fewer than twice MFU_STEPS of these steps have an MFU.
@@ -463,7 +468,7 @@ def _mfu_medians(look: Look) -> tuple[float, float] | None:
     return now, before
 
 
-def _slow_rank(look: Look) -> Iterator[Finding]:
+def _slow_rank(look: RuleInput) -> Iterator[Finding]:
     """Finds a rank that is slower than the other ranks. The probability of a false alert is below
     `kit.monitor.ranks.BY_CHANCE`.
     """
@@ -472,7 +477,7 @@ def _slow_rank(look: Look) -> Iterator[Finding]:
         yield Finding(str(slowest))
 
 
-def _memory_full(look: Look) -> Iterator[Finding]:
+def _memory_full(look: RuleInput) -> Iterator[Finding]:
     """Finds a device memory that is almost full at the last training step."""
     memory = look.run.site.device.memory_bytes
     columns = look.curves.columns
@@ -483,7 +488,7 @@ def _memory_full(look: Look) -> Iterator[Finding]:
         yield Finding(f"{share:.0%} of {memory.value / 2**30:.0f} GiB device memory is in use")
 
 
-def _disk_full(look: Look) -> Iterator[Finding]:
+def _disk_full(look: RuleInput) -> Iterator[Finding]:
     """Finds a file system of the run directory with too little free space for one more
     checkpoint.
     """
@@ -492,7 +497,7 @@ def _disk_full(look: Look) -> Iterator[Finding]:
         yield Finding(_disk_words(free, checkpoint))
 
 
-def _disk_short(look: Look) -> Iterator[Finding]:
+def _disk_short(look: RuleInput) -> Iterator[Finding]:
     """Finds a file system of the run directory with free space for one more checkpoint but not for
     two.
     """
@@ -501,7 +506,7 @@ def _disk_short(look: Look) -> Iterator[Finding]:
         yield Finding(_disk_words(free, checkpoint))
 
 
-def _disk_room(look: Look) -> tuple[float, float]:
+def _disk_room(look: RuleInput) -> tuple[float, float]:
     """Returns (free bytes on the file system, bytes of one checkpoint). The free bytes are infinite
     if the checkpoints are on another machine, or if the file system reports an error.
     """
@@ -519,7 +524,7 @@ def _disk_words(free: float, checkpoint: float) -> str:
     return f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB"
 
 
-def _late_checkpoint(look: Look) -> Iterator[Finding]:
+def _late_checkpoint(look: RuleInput) -> Iterator[Finding]:
     """Finds a job whose next checkpoint is overdue. Finds nothing if the checkpoints are on another
     machine.
     """
@@ -569,14 +574,14 @@ ALERT_RULES = (
         level="warning",
         judges="new rows",
         find=_bad_start,
-        threshold="kit.trainer.spikes.bad_start",
+        threshold="kit.trainer.spikes.find_bad_start",
     ),
     AlertRule(
         kind="spike",
         level="warning",
         judges="new rows",
         find=_loss_spikes,
-        threshold="kit.trainer.spikes, false alarms counted on simulated noise",
+        threshold="kit.trainer.spikes, false alerts counted on simulated noise",
     ),
     AlertRule(
         kind="rise",

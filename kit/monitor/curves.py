@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 
 from kit.run import Run
-from kit.run.columns import Columns, Growing, tokens_seen
+from kit.run.columns import Columns, GrowingArray, tokens_seen
 from kit.run.metrics import Metrics, refutes_peak
 from kit.run.tail import CHUNK_BYTES
 
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
-"""Names of the series that the dashboard draws, in the order of its charts."""
+"""Names of the series that the dashboard draws by default, in the order of its charts."""
 UNSMOOTHED = ("learning_rate", "memory_bytes")
 """Series that are drawn without a moving average. They have no noise, so an average would only lag
 behind them."""
+SPARSE_ROWS = 1000
+"""Number of last steps that are searched for values of a series. A series that lacks a value in
+more than half of these steps, such as a validation loss, is drawn without a moving average."""
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time", "layout")
 """Series that are computed from columns of metrics.jsonl. All other series are columns of the
 file."""
@@ -31,6 +34,8 @@ UTILISATIONS = ("mfu", "hfu")
 SPEEDS = ("tokens_per_s", *UTILISATIONS)
 """Series whose values jump when the layout of the run changes. Their moving averages start again at
 such a change, unlike the average of the loss."""
+PLACES = ("step", "attempt", "time")
+"""Columns that no chart shows, since they only say where a step belongs."""
 SOURCE_COLUMNS = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Absolute value from which on a number is too large to be drawn on an axis. Such a number is
@@ -63,8 +68,9 @@ class PlotRange:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "PlotRange":
-        """Returns the range that a message of the front end requests. If start or end is missing,
-        it is the start or end of the run. The width is limited to 100 to MAX_WIDTH pixels.
+        """Returns the range that a message of the front end requests. A missing start is the first
+        step of the run, a missing end is the last step. The width is clamped to the range from 100
+        to MAX_WIDTH pixels.
         """
         start = message["start"]
         if start is None:
@@ -104,13 +110,13 @@ class Curves:
         self._revision = self.columns.revision
         """Revision of `columns` from which the following attributes were derived. A new revision
         means that older rows have changed."""
-        self._values = Growing(len(DERIVED))
-        self._above_peak = Growing(1)
-        """HFU of each step whose HFU is above 1, as a growing array."""
+        self._values = GrowingArray(len(DERIVED))
+        self._above_peak = GrowingArray(1)
+        """HFU of each step whose HFU is above 1. Later steps are appended to the array."""
         self._known_peak = 0
         """Number of training steps whose HFU is known."""
         self._averages: dict[str, Average] = {}
-        self._blocks: dict[str, Growing] = {}
+        self._blocks: dict[str, GrowingArray] = {}
         """Least and largest value in each complete block of BLOCK_ROWS rows, by name of the
         series."""
         if len(self.columns):
@@ -122,12 +128,12 @@ class Curves:
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in DERIVED:
             return self.columns[name][: len(self)]
-        if name in UTILISATIONS and self.times_peak is not None:
+        if name in UTILISATIONS and self.hfu_above_peak is not None:
             return np.broadcast_to(np.nan, len(self))
         return self._values.values[DERIVED.index(name)]
 
     @property
-    def times_peak(self) -> float | None:
+    def hfu_above_peak(self) -> float | None:
         """Median HFU of the steps whose HFU is above 1, if there are so many of these steps that
         the peak must be wrong. None for a believable peak.
 
@@ -143,7 +149,7 @@ class Curves:
         """Reason why no step of the run has an MFU: `peak unknown` or `above the peak`. None if
         steps can have an MFU.
         """
-        if self.times_peak is not None:
+        if self.hfu_above_peak is not None:
             return "above the peak"
         peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
         return "peak unknown" if peak is None else None
@@ -167,8 +173,8 @@ class Curves:
         more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
             self._revision = self.columns.revision
-            self._values = Growing(len(DERIVED))
-            self._above_peak = Growing(1)
+            self._values = GrowingArray(len(DERIVED))
+            self._above_peak = GrowingArray(1)
             self._known_peak = 0
             self.damaged = {}
             self._forget()
@@ -184,7 +190,7 @@ class Curves:
 
     def metrics(self) -> Metrics:
         """Returns the training steps that were read so far."""
-        return Metrics.of(self.columns, **self.run.facts())
+        return Metrics.of(self.columns, **self.run.metrics_arguments())
 
     def _forget(self) -> None:
         """Drops all moving averages and blocks. It is called when the values of their series have
@@ -197,7 +203,7 @@ class Curves:
         """Computes the derived series for new rows of the metrics."""
         first = len(self)
         new = {name: self.columns[name][first:] for name in SOURCE_COLUMNS}
-        metrics = Metrics(columns=new, skipped_lines=0, **self.run.facts())
+        metrics = Metrics(columns=new, skipped_lines=0, **self.run.metrics_arguments())
         self.damaged = metrics.damaged
         speed = np.where(np.isfinite(metrics.tokens_per_s), metrics.tokens_per_s, np.nan)
         seen = self["tokens"][-1] if first else None
@@ -209,12 +215,40 @@ class Curves:
         rates = self._believable_rates(metrics.utilisations, len(speed))
         self._values.extend(np.vstack([speed, rates, tokens, time, metrics.layouts]))
 
-    def average(self, name: str) -> np.ndarray:
-        """Returns the moving average of a series at each training step, with the present smoothing.
-        The average is taken over all steps, not over the pixels of a chart.
+    def further_names(self) -> list[str]:
+        """Returns the names of the columns that have numbers and are not in SERIES, in the order in
+        which they are offered as further charts.
         """
-        if name not in self._averages or self._averages[name].smoothing != self.smoothing:
-            self._averages[name] = Average(self.smoothing)
+        names = self.columns.recorded_names()
+        return [name for name in names if name not in (*SERIES, *PLACES)]
+
+    def is_smoothed(self, name: str) -> bool:
+        """Returns whether a series is drawn with its moving average. A series of SERIES is smoothed
+        if it is not in UNSMOOTHED. Any other series is smoothed if most steps have a value.
+        """
+        if name in SERIES:
+            return name not in UNSMOOTHED
+        newest = np.isfinite(self[name][-SPARSE_ROWS:])
+        return bool(2 * np.count_nonzero(newest) > len(newest))
+
+    def line(self, name: str) -> np.ndarray:
+        """Returns the values of a series that a chart draws as its line, one for each training
+        step: the moving average, or the series itself if it is not smoothed. Between the values of
+        a sparse series, the line has the last value.
+        """
+        if name in UNSMOOTHED:
+            return self[name]
+        return self.average(name, None if self.is_smoothed(name) else 0.0)
+
+    def average(self, name: str, smoothing: float | None = None) -> np.ndarray:
+        """Returns the moving average of a series at each training step. The average is taken over
+        all steps, not over the pixels of a chart. If `smoothing` is None, the present smoothing is
+        used.
+        """
+        if smoothing is None:
+            smoothing = self.smoothing
+        if name not in self._averages or self._averages[name].smoothing != smoothing:
+            self._averages[name] = Average(smoothing)
         layouts = self["layout"] if name in SPEEDS else None
         return self._averages[name].update(self[name], layouts)
 
@@ -222,7 +256,7 @@ class Curves:
         self, names: tuple[str, ...], plot_range: PlotRange
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns (x, rows) for those pixels of a chart that have data. `x`, [n], are the positions
-        of the pixels. `rows`, [3 x names, n], are minimum, maximum and moving average of each
+        of the pixels. `rows`, [3 x names, n], are minimum, maximum and line (`Curves.line`) of each
         series in `names`.
         """
         x = self[plot_range.axis]
@@ -232,8 +266,7 @@ class Curves:
         last = edges[1:] - 1
         rows = []
         for name in names:
-            centre = self[name] if name in UNSMOOTHED else self.average(name)
-            rows += [*self.envelope(name, edges), centre[last]]
+            rows += [*self.envelope(name, edges), self.line(name)[last]]
         at = x[last]
         if len(at) > 1:
             # The x of a pixel is the x of its last step. Only for the first pixel it is the x of
@@ -260,7 +293,7 @@ class Curves:
         """Returns the least and the largest finite value in each complete block of BLOCK_ROWS rows
         of a series, [2, blocks].
         """
-        known = self._blocks.setdefault(name, Growing(2))
+        known = self._blocks.setdefault(name, GrowingArray(2))
         values = self[name]
         new = values[known.length * BLOCK_ROWS : len(values) // BLOCK_ROWS * BLOCK_ROWS]
         blocks = new.reshape(-1, BLOCK_ROWS)
@@ -273,11 +306,11 @@ class Curves:
         """
         if rates is None:
             return np.full((2, count), np.nan)
-        was_refuted = self.times_peak is not None
+        was_refuted = self.hfu_above_peak is not None
         hardware = rates[1]
         self._above_peak.extend(hardware[hardware > 1])
         self._known_peak += int(np.isfinite(hardware).sum())
-        if was_refuted != (self.times_peak is not None):
+        if was_refuted != (self.hfu_above_peak is not None):
             self._forget()
         return np.where(rates > 1, np.nan, rates)
 
@@ -297,7 +330,7 @@ class Average:
                 f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1."
             )
         self.smoothing = smoothing
-        self._result = Growing(1)
+        self._result = GrowingArray(1)
         self._group = 0.0
         """Group number (layout) of the last value."""
         self._group_average = GroupAverage(smoothing)
@@ -359,7 +392,7 @@ class GroupAverage:
         return totals * (1 - self._smoothing) / (1 - self._smoothing**counts)
 
 
-def drawable(values: np.ndarray) -> np.ndarray:
+def mask_undrawable(values: np.ndarray) -> np.ndarray:
     """Returns `values` with NaN in place of each value that cannot be drawn on an axis (not finite,
     or from DRAWABLE on).
     """

@@ -1,13 +1,13 @@
 """Dashboard: computes the content of all views of a run from its run directory. It does not use
 widgets.
 
-`read` and `frame` read and reduce the metrics, which is quick. `look` reads the state of the job,
-the heartbeats of ranks and the alerts. It is called about once per second and may wait for a
-scheduler. All methods may be called from several threads.
+`read` and `frame` read and reduce the metrics, which is quick. `update_status` reads the state of
+the job, the heartbeats of ranks and the alerts. It is called about once per second and may wait for
+a scheduler. All methods may be called from several threads.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import numpy as np
 
 from cluster.job import log_file, read_status
 from cluster.state import read_exit, read_state
-from kit.data import mix_words
+from kit.data import mix_text
 from kit.errors import ConfigError, RunError
-from kit.monitor.alerts import peak_advice
+from kit.monitor.alerts import ROWS_PER_LOOK, peak_advice
 from kit.monitor.curves import SERIES, Curves, PlotRange
 from kit.monitor.run_view import RunView, site_written_at
 from kit.run import Run
-from kit.run.columns import Columns, parse_row
+from kit.run.columns import COLUMN_MEANINGS, Columns, parse_row
 from kit.run.metrics import Metrics, last_step_values, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
@@ -63,6 +63,8 @@ class Dashboard:
                 self.baseline_curves[name] = Curves(baseline, smoothing)
             else:
                 self.baseline_losses[name] = float(baseline)
+        self.shown: tuple[str, ...] = SERIES
+        """Names of the series whose charts are shown."""
         self.log_rank = 0
         self.log_search = ""
         self.status = read_status(run.directory)
@@ -96,23 +98,23 @@ class Dashboard:
                     other.read_all()
             return self.curves.read(limit_bytes)
 
-    def look(self) -> None:
+    def update_status(self) -> None:
         """Updates the status of the job, the step times of its ranks, and its alerts."""
         # The call may wait for a scheduler, so it is made without the lock.
         status = read_status(self.run.directory)
         self._replace_if_changed(status.attempt)
         view = self.run_view
-        view.ranks.look()
+        view.ranks.read_heartbeats()
         with self.lock:
             self.status = status
-            view.alert_monitor.look(view.curves, status, view.ranks)
+            view.alert_monitor.evaluate_rules(view.curves, status, view.ranks)
 
-    def refresh_speed(self, *, wait: bool = False) -> None:
+    def update_speed(self, *, wait: bool = False) -> None:
         """Starts a new comparison of the measured and the predicted speed of the run, if the last
         comparison is too old. The comparison runs in a thread. With `wait`, the method waits for
         the result.
         """
-        self.run_view.speed_monitor.refresh(wait=wait)
+        self.run_view.speed_monitor.update_comparison(wait=wait)
 
     def start_action(self, name: str) -> None:
         """Starts the action of a button, such as a checkpoint or a stop, in a thread. `name` is one
@@ -125,6 +127,20 @@ class Dashboard:
         with self.lock:
             for curves in (self.curves, *self.baseline_curves.values()):
                 curves.set_smoothing(smoothing)
+
+    def show_charts(self, names: Iterable[str]) -> None:
+        """Selects the series whose numbers the method `frame` returns. A name that the run does not
+        have is left out as long as the run does not have it.
+        """
+        self.shown = tuple(dict.fromkeys(names))
+
+    def further_metrics(self) -> list[dict[str, str]]:
+        """Returns the key and the meaning of each column of metrics.jsonl that can be added as a
+        chart. The meaning is empty for a column that is not the kit's own.
+        """
+        with self.lock:
+            names = self.curves.further_names()
+        return [{"key": name, "meaning": COLUMN_MEANINGS.get(name, "")} for name in names]
 
     def select_log(self, rank: int = 0, search: str = "") -> None:
         """Selects the text that the method `log` returns: the end of a rank's log. If `search` is
@@ -140,26 +156,28 @@ class Dashboard:
         return self
 
     def catch_up(self) -> None:
-        """Reads all new training steps, and then calls `look`."""
-        self.read_all().look()
+        """Reads all new training steps, and then calls `update_status`."""
+        self.read_all().update_status()
 
     def metrics(self) -> Metrics:
         """Returns the training steps that were read so far."""
         return self.run_view.metrics()
 
     def frame(self, plot_range: PlotRange) -> tuple[dict[str, Any], bytes]:
-        """Returns (description, numbers) of all charts for one range of the x axis. The numbers are
-        bytes: x (float64, [n]), followed by the rows (float32, [rows, n]).
+        """Returns (description, numbers) of the shown charts for one range of the x axis. The
+        numbers are bytes: x (float64, [n]), followed by the rows (float32, [rows, n]).
 
         Each row has one value per pixel. The rows are, in this order:
 
-        - minimum, maximum and moving average of each series in SERIES;
+        - minimum, maximum and line (`Curves.line`) of each series in `charts` of the description;
         - largest validation loss;
         - moving average of the loss of each baseline run;
         - loss of each baseline run, at its last step up to this x.
         """
         with self.lock:
-            x, rows = self.curves.window((*SERIES, "validation_loss"), plot_range)
+            known = (*SERIES, *self.curves.further_names())
+            charts = [name for name in self.shown if name in known]
+            x, rows = self.curves.window((*charts, "validation_loss"), plot_range)
             *rows_of_series, _, largest_validation_loss, _ = rows
             rows = [*rows_of_series, largest_validation_loss]
             for other in self.baseline_curves.values():
@@ -167,12 +185,14 @@ class Dashboard:
             for other in self.baseline_curves.values():
                 rows.append(_loss_at(other, plot_range.axis, x))
             description = {
+                "charts": charts,
+                "smoothed": [name for name in charts if self.curves.is_smoothed(name)],
                 "others": list(self.baseline_curves),
                 "levels": self.baseline_losses,
                 "n": len(x),
                 "axis": plot_range.axis,
                 "log_x": plot_range.log_x,
-                "attempts": self._attempts(plot_range.axis),
+                "attempts": self.attempt_starts(plot_range.axis),
                 "rows": len(self.columns),
                 "smoothing": self.curves.smoothing,
                 "read": self._share_read(),
@@ -189,7 +209,7 @@ class Dashboard:
             run = self.run
             status = self.status
             step = self._last_step() if len(self.curves) else {"step": 0}
-            mix = mix_words(run.recipe, run.spec.sequence_length, step.get("tokens", 0))
+            mix = mix_text(run.recipe, run.spec.sequence_length, step.get("tokens", 0))
             left_s = None
             if not status.state.is_final:
                 left_s = time_left_s(self.columns, run.recipe.num_steps)
@@ -200,7 +220,7 @@ class Dashboard:
                 "num_steps": run.recipe.num_steps,
                 **step,
                 "eta_s": left_s,
-                "data": "; ".join(filter(None, (mix, hook_words(run)))),
+                "data": "; ".join(filter(None, (mix, hook_text(run)))),
             }
 
     def facts(self) -> dict[str, Any]:
@@ -261,7 +281,7 @@ class Dashboard:
             newest = self.run_view.alert_monitor.log.alerts[-ALERTS_SHOWN:]
             return [alert.to_dict() for alert in reversed(newest)]
 
-    def heat(self) -> bytes:
+    def step_time_heat_map(self) -> bytes:
         """Returns the heat map of step times by rank, as the bytes of an array uint8 [row, sample].
         A value encodes a step time divided by the median of all ranks: 0 for 0.8, 254 for 1.4, 255
         for an unknown step time.
@@ -327,16 +347,23 @@ class Dashboard:
             return (
                 f"No MFU: site {site.name!r} has no {plan.precision} peak. {peak_advice(self.run)}"
             )
+        attended = "hidden x sequence length"
+        executed = f"recomputation ({plan.recompute})"
+        if spec.attention_size != spec.hidden_size or spec.num_local_layers:
+            attended = "width of the query heads x sequence length"
+        if spec.num_local_layers:
+            attended += f", or the window of {spec.sliding_window} tokens in layers that have it"
+            executed += " and the masked tokens outside the window"
         fact = site.device.peak_flops_per_s.get(plan.precision)
         source = f" ({fact.source})" if fact else ""
         return (
             "MFU = tokens/s x model FLOPs per token / (devices x peak).  Model FLOPs per token"
             f" {spec.flops_per_token():.4g}: 6 per weight of the matrix products + 12 x layers x"
-            f" hidden x sequence length.  Peak {peak / 1e12:.4g} TFLOP/s, {plan.precision}, per"
-            f" device{source}.  HFU also counts recomputation ({plan.recompute})."
+            f" {attended}.  Peak {peak / 1e12:.4g} TFLOP/s, {plan.precision}, per"
+            f" device{source}.  HFU also counts {executed}."
         )
 
-    def _attempts(self, axis: str) -> list[dict[str, float]]:
+    def attempt_starts(self, axis: str) -> list[dict[str, float]]:
         """Returns one dictionary per attempt of the run. `attempt` is its number, and `x` the
         position on the axis at which the attempt begins.
         """
@@ -354,7 +381,7 @@ class Dashboard:
         """Replaces the `RunView` if there is a new attempt or a changed site.json.
 
         A run that is being written or was removed cannot be opened. In this case the present
-        `RunView` stays, and the next call of `look` tries again.
+        `RunView` stays, and the next call of `update_status` tries again.
         """
         view = self.run_view
         written_at = site_written_at(view.run.directory)
@@ -367,6 +394,15 @@ class Dashboard:
         with self.lock:
             self.run_view = RunView(run, attempt, written_at, self.lock, earlier=view)
             self.read()
+
+
+def complete_dashboard(run: Run) -> Dashboard:
+    """Returns a dashboard of a run whose alert rules have examined all recorded steps."""
+    dashboard = Dashboard(run)
+    dashboard.catch_up()
+    for _ in range(len(dashboard.columns) // ROWS_PER_LOOK):
+        dashboard.update_status()
+    return dashboard
 
 
 def log_lines(file: Path, search: str = "") -> str:
@@ -397,7 +433,7 @@ def _unreadable_note(run: Run) -> str:
     return f"you may not enter {', '.join(folders)}: its checkpoints are not counted"
 
 
-def hook_words(run: Run) -> str:
+def hook_text(run: Run) -> str:
     """Returns the newest numbers that the user's hook of a run has recorded, in one line. Returns
     "" for a run without a hook.
     """

@@ -2,8 +2,8 @@
 torch.
 
 `RiseDetector` finds a loss that rises and stays high. `slowest_rank` tests whether one rank is
-slower than the other ranks. `rows_not_finite` and `first_rows` find the first row of each stretch
-of neighbouring bad rows. A row is a training step in metrics.jsonl.
+slower than the other ranks. `find_non_finite_rows` and `first_rows` find the first row of each
+stretch of neighbouring bad rows. A row is a training step in metrics.jsonl.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kit.run.columns import Columns
-from kit.trainer.spikes import lines
+from kit.trainer.spikes import changed_loss_indices
 
 LEVEL_STEPS = 50
 """Number of training steps in a block. The median loss of a block is one level of
@@ -51,7 +51,7 @@ MIN_SAMPLES = 2 * TEST_MEDIANS
 """Least number of samples of step times for the t-test of a rank: two per block."""
 
 
-class Rise(NamedTuple):
+class LossRise(NamedTuple):
     """A rise of the loss, with the levels before and after it."""
 
     row: int
@@ -95,7 +95,7 @@ class RiseDetector:
 
     def find(
         self, losses: np.ndarray, rates: np.ndarray, new_data: Collection[int] = ()
-    ) -> list[Rise]:
+    ) -> list[LossRise]:
         """Returns the rises of the loss in the rows that were added since the last call.
 
         Args:
@@ -105,11 +105,11 @@ class RiseDetector:
         """
         start = self._row
         before = self._before
-        found: list[Rise] = []
+        found: list[LossRise] = []
         self._row = max(start, len(losses) - (len(losses) - start) % LEVEL_STEPS)
         known = np.append(before, losses[start : self._row])
         self._before = known[np.isfinite(known)][-1:]
-        line_rows = lines(known)[len(before) :] + start - len(before)
+        line_rows = changed_loss_indices(known)[len(before) :] + start - len(before)
         for first in range(start, self._row, LEVEL_STEPS):
             end = first + LEVEL_STEPS
             rows = line_rows[slice(*np.searchsorted(line_rows, (first, end)))]
@@ -155,7 +155,7 @@ class LevelComparison:
         self._above: deque[float] = deque(maxlen=RISE_LEVELS)
         """Newest levels since `_back_row`, all of which are above the bar."""
 
-    def add_level(self, level: float, row: int) -> Rise | None:
+    def add_level(self, level: float, row: int) -> LossRise | None:
         """Adds a level, the median loss of a block of steps whose last log line ends at `row`.
         Returns the rise that this level completes, or None.
         """
@@ -181,7 +181,7 @@ class LevelComparison:
         if self._is_reported or not is_high or not is_long or comes_back:
             return None
         self._is_reported = True
-        return Rise(row, level, self._low_row, self._low)
+        return LossRise(row, level, self._low_row, self._low)
 
     def _noise(self) -> float:
         """Returns the standard deviation of a level's noise, in nats per token. Returns infinity
@@ -213,7 +213,7 @@ def end_of_line(losses: np.ndarray, row: int) -> int:
     return row + num_rows - 1
 
 
-def rows_not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
+def find_non_finite_rows(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
     """Returns the first row of each stretch of non-finite losses or gradient norms, among the rows
     from `start` to `end`. `name` is "loss" or "grad_norm".
 

@@ -23,13 +23,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from cluster.files import other_owner, replacement
+from cluster.files import other_owner, replace_atomically
 from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError, refuse_planted_links
 from kit.errors import RunError, needed
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
-from kit.run.columns import COLUMNS, float_or_nan, is_number, parse_rows, that_count
+from kit.run.columns import COLUMNS, float_or_nan, is_number, parse_rows, valid_rows
 from kit.run.tail import Tail
 from kit.show.style import plain_cell
 from kit.show.terminal import plain
@@ -60,7 +60,7 @@ def export_table(run: Run) -> Any:
         recorded += rows
     steps = [row["step"] for row in recorded]
     attempts = [row["attempt"] for row in recorded]
-    kept = [recorded[index] for index in that_count(steps, attempts)]
+    kept = [recorded[index] for index in valid_rows(steps, attempts)]
     metrics = run.metrics(kept)
     extra = set().union(*kept) - {*COLUMNS}
     names = [*COLUMNS, *sorted(extra, key=lambda name: (name != FIRST_EXTRA_COLUMN, name))]
@@ -100,7 +100,7 @@ def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int
     if file.exists() and not overwrite:
         raise RunError(f"{file} exists. Give another --out, or --overwrite.")
     table = export_table(run)
-    with replacement(file) as stream:
+    with replace_atomically(file) as stream:
         target.write(table, stream)
     return table.num_rows
 

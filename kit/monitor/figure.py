@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kit.config.plan import Plan
-from kit.data import mix_words
-from kit.monitor.curves import Average, PlotRange, drawable
+from kit.data import mix_text
+from kit.monitor.curves import Average, PlotRange, mask_undrawable
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.quantities import QUANTITIES
 from kit.monitor.scores import draw_scores, eval_curve
@@ -63,7 +63,7 @@ def run_figure(
             firsts = _first_steps(table)
             draw_band(right, facts["band"], firsts, float(table["step"][-1]), speed)
             seen = int(metrics.total_tokens[-1])
-            notes.append(mix_words(run.recipe, run.spec.sequence_length, seen))
+            notes.append(mix_text(run.recipe, run.spec.sequence_length, seen))
         figure.notes = tuple(filter(None, notes))
     return figure, table
 
@@ -94,7 +94,7 @@ def snapshot(dashboard: Dashboard) -> Any:
         draw_band(right, band, firsts, x[-1], speed)
         step = f"step {int(x[-1]):,}"
         figure.supxlabel(
-            f"pale: each step; line: {smoothing_words(dashboard.curves.smoothing)}",
+            f"pale: each step; line: {smoothing_text(dashboard.curves.smoothing)}",
             fontsize=TEXT,
             x=0.01,
             ha="left",
@@ -113,7 +113,7 @@ def snapshot(dashboard: Dashboard) -> Any:
     return figure
 
 
-def smoothing_words(smoothing: float) -> str:
+def smoothing_text(smoothing: float) -> str:
     """Returns a phrase such as `smoothed over about 10 steps`, for a moving average. `smoothing` is
     the weight of past values.
     """
@@ -162,14 +162,14 @@ def draw_band(
     axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND_LABEL}", loc="right")
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
+def moving_average(values: np.ndarray) -> np.ndarray:
     """Returns the exponential moving average of `values` with a window of about EMA_STEPS values.
     The average has no bias at its start.
 
-    Values that cannot be drawn (`drawable`) are left out of the average. The result is NaN at these
-    values.
+    Values that cannot be drawn (`mask_undrawable`) are left out of the average. The result is NaN
+    at these values.
     """
-    known = drawable(values)
+    known = mask_undrawable(values)
     return np.where(np.isfinite(known), Average(1 - 1 / EMA_STEPS).update(known), np.nan)
 
 
@@ -180,7 +180,7 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
         "step": metrics["step"],
         "attempt": metrics["attempt"],
         "loss": metrics["loss"],
-        "loss_ema": smooth(metrics["loss"]),
+        "loss_ema": moving_average(metrics["loss"]),
         "validation_loss": metrics.columns.get("validation_loss", np.full(len(metrics), np.nan)),
         "tokens_per_s": speeds["tokens_per_s"],
     }
@@ -197,11 +197,11 @@ def _draw_loss(
     """
     axis.set_title(QUANTITIES["loss"].title)
     step = table["step"]
-    loss = drawable(table["loss"])
+    loss = mask_undrawable(table["loss"])
     axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed, {EMA_STEPS} steps")
     _mark_not_finite(axis, step[lost])
-    validated = np.isfinite(drawable(table["validation_loss"]))
+    validated = np.isfinite(mask_undrawable(table["validation_loss"]))
     if validated.any():
         x = step[validated]
         y = table["validation_loss"][validated]
@@ -218,7 +218,7 @@ def _steps_not_finite(columns: Columns | Metrics) -> np.ndarray:
     """
     is_finite = np.isfinite(columns["grad_norm"])
     is_logged = np.maximum.accumulate(is_finite)
-    return ~np.isfinite(drawable(columns["loss"])) | is_logged & ~is_finite
+    return ~np.isfinite(mask_undrawable(columns["loss"])) | is_logged & ~is_finite
 
 
 def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
@@ -251,7 +251,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
     median and the layout.
     """
     name = "mfu" if "mfu" in table else "tokens_per_s"
-    values = QUANTITIES[name].chart_factor * drawable(table[name])
+    values = QUANTITIES[name].chart_factor * mask_undrawable(table[name])
     axis.plot(table["step"], values, ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
         here = table["attempt"] == attempt
@@ -304,7 +304,7 @@ def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, colour: s
     """Draws one panel of the figure of `snapshot`. `rows`, [3, pixels], are the least value, the
     largest value and the moving average in each pixel.
     """
-    low, high, average = drawable(rows)
+    low, high, average = mask_undrawable(rows)
     pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
     pane.plot(x, average, color=colour, linewidth=1.6)
     pane.set_title(title, fontsize=TEXT, loc="left", color=INK)

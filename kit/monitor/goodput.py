@@ -1,11 +1,11 @@
 """Goodput: how the time of a job's nodes was used, computed from the files of the run directory.
 
 Every second from the first submission to the last event, heartbeat or step is assigned to one
-category of PARTS, so the categories add up to the wall time. Events in `history.jsonl` give the
-start and the end of attempts. Rows of `metrics.jsonl` give the start and the end of training steps.
-Goodput is the fraction of the nodes' time that was spent in steps that count, as in "ML
-productivity goodput" of Google's and MLPerf's reports. Steps that a later attempt repeated do not
-count.
+category of TIME_CATEGORIES, so the categories add up to the wall time. Events in `history.jsonl`
+give the start and the end of attempts. Rows of `metrics.jsonl` give the start and the end of
+training steps. Goodput is the fraction of the nodes' time that was spent in steps that count, as in
+"ML productivity goodput" of Google's and MLPerf's reports. Steps that a later attempt repeated do
+not count.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from cluster.state import GIVEN_UP, Event, JobState, read_history, read_state
 from kit.config.plan import Plan
 from kit.errors import RunError
 from kit.run import Run
-from kit.run.columns import NAMES, parse_lines, that_count
+from kit.run.columns import NAMES, parse_lines, valid_rows
 from kit.run.tail import Tail
 
-PARTS = {
+TIME_CATEGORIES = {
     "productive": "steps that count, each once",
     "repeated": "steps that a later attempt did again",
     "first step": (
@@ -60,7 +60,7 @@ which the first step is compared."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptLedger(Record):
-    """Seconds of one attempt, split into the categories of PARTS."""
+    """Seconds of one attempt, split into the categories of TIME_CATEGORIES."""
 
     attempt: int = field_doc("number of the attempt, from 1")
     devices: int = field_doc("number of devices that the plan of the attempt uses")
@@ -68,7 +68,7 @@ class AttemptLedger(Record):
         "price of all nodes of the attempt for one hour, in USD; None: the site has no price"
     )
     seconds: dict[str, float] = field_doc(
-        "seconds of the attempt in each category of PARTS, by the name of the category"
+        "seconds of the attempt in each category of TIME_CATEGORIES, by the name of the category"
     )
     end: str = field_doc("last state of the attempt, with its reason, in one line")
 
@@ -89,7 +89,8 @@ class AttemptLedger(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger(Record):
-    """Seconds of a run, split into the categories of PARTS, for each attempt and in total."""
+    """Seconds of a run, split into the categories of TIME_CATEGORIES, for each attempt and in
+    total."""
 
     run: str = field_doc("name of the run")
     attempts: tuple[AttemptLedger, ...] = field_doc(
@@ -102,10 +103,10 @@ class Ledger(Record):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds in each category of PARTS, summed over all attempts."""
-        total_s = dict.fromkeys(PARTS, 0.0)
+        """Seconds in each category of TIME_CATEGORIES, summed over all attempts."""
+        total_s = dict.fromkeys(TIME_CATEGORIES, 0.0)
         for share in self.attempts:
-            for part in PARTS:
+            for part in TIME_CATEGORIES:
                 total_s[part] += share.seconds[part]
         return total_s
 
@@ -132,8 +133,8 @@ class Ledger(Record):
         return None if None in spent else sum(spent)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one row per category of PARTS: name, seconds, fraction of the wall time,
-        device-hours, cost in US dollars (None if the price is unknown), and meaning.
+        """Returns one row per category of TIME_CATEGORIES: name, seconds, fraction of the wall
+        time, device-hours, cost in US dollars (None if the price is unknown), and meaning.
         """
         # An unknown price, None, becomes NaN.
         prices = np.array([share.usd_per_hour for share in self.attempts], float)
@@ -155,7 +156,7 @@ class Ledger(Record):
                     "share": share_of_wall,
                     "device_hours": float(held_hours @ devices),
                     "usd": usd,
-                    "meaning": PARTS[part],
+                    "meaning": TIME_CATEGORIES[part],
                 }
             )
         return rows
@@ -174,8 +175,8 @@ def usd_per_hour(plan: Plan, site: Site) -> float | None:
 
 
 def ledger(run: Run) -> Ledger:
-    """Returns the time of a run so far, split into the categories of PARTS. An imported run ends at
-    the last line of its log that has a time.
+    """Returns the time of a run so far, split into the categories of TIME_CATEGORIES. An imported
+    run ends at the last line of its log that has a time.
 
     Raises:
         RunError: The run has no attempt yet.
@@ -240,10 +241,10 @@ def _event_text(event: Event) -> str:
 
 
 class _AttemptTimes(NamedTuple):
-    """Seconds of one attempt, split into the categories of PARTS."""
+    """Seconds of one attempt, split into the categories of TIME_CATEGORIES."""
 
     seconds: dict[str, float]
-    """Seconds in each category of PARTS."""
+    """Seconds in each category of TIME_CATEGORIES."""
     begin: float
     """Unix time at which the attempt began."""
     end: float
@@ -257,7 +258,8 @@ def _attempt_times(
     heartbeat: float,
     end_before: float | None,
 ) -> _AttemptTimes:
-    """Returns the seconds of one attempt in each category of PARTS, with its begin and end.
+    """Returns the seconds of one attempt in each category of TIME_CATEGORIES, with its begin and
+    end.
 
     Args:
         events: events of the attempt.
@@ -340,7 +342,7 @@ def _steps(run: Run) -> dict[str, np.ndarray]:
     """Returns the columns COLUMNS_READ of all recorded rows in the order of the file, and a further
     column `counts`.
 
-    `counts` is False for a row that a newer attempt has replaced (`kit.run.columns.that_count`).
+    `counts` is False for a row that a newer attempt has replaced (`kit.run.columns.valid_rows`).
     Rows without a time or a step time are left out.
     """
     tail = Tail(run.directory / "metrics.jsonl")
@@ -351,7 +353,7 @@ def _steps(run: Run) -> dict[str, np.ndarray]:
         blocks.append(values[indices])
     columns: dict[str, np.ndarray] = dict(zip(COLUMNS_READ, np.hstack(blocks), strict=True))
     num_rows = len(columns["step"])
-    counted_rows = that_count(columns["step"], columns["attempt"])
+    counted_rows = valid_rows(columns["step"], columns["attempt"])
     columns["counts"] = np.isin(np.arange(num_rows), counted_rows)
     is_timed = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[is_timed] for name, column in columns.items()}

@@ -6,7 +6,7 @@ front end of the dashboard has separate rules for formats, since its numbers mus
 
 import dataclasses
 
-from kit.show.terminal import number
+from kit.show.terminal import format_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,4 +40,4 @@ QUANTITIES = {
 
 def quantity_text(name: str, value: float | None) -> str:
     """Returns a value of the quantity `name` as text. Returns a dash for None."""
-    return number(value, QUANTITIES[name].text_format)
+    return format_number(value, QUANTITIES[name].text_format)

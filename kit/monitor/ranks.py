@@ -34,8 +34,8 @@ class Straggler:
     ratio: float
     """Step time of the rank divided by the step time of the other ranks."""
     by_chance: float
-    """p-value of the test: probability that noise alone makes any rank look at least as slow, if no
-    rank is slower than `kit.monitor.detectors.SLOW` times the other ranks."""
+    """p-value of the test: probability that noise alone makes any rank look as slow as the slowest
+    observed rank, if no rank is slower than `kit.monitor.detectors.SLOW` times the other ranks."""
     host: str | None
     """Host name of the node on which the rank runs. None if it is unknown."""
 
@@ -72,7 +72,7 @@ class RankTimes:
         self.beats: dict[int, RankHeartbeat] = {}
         self.slowest: Straggler | None = None
 
-    def look(self) -> bool:
+    def read_heartbeats(self) -> bool:
         """Reads the heartbeats. Stores a sample of step times if any rank has finished a step since
         the last sample. Returns whether a sample was stored.
         """
@@ -121,8 +121,8 @@ class RankTimes:
         dictionaries are sorted by rank.
 
         `seconds` is a list with the median seconds of each part of a step, in the order of
-        `cluster.heartbeats.PARTS`. The wait for other ranks is subtracted from the forward and
-        backward pass, since most of the wait occurs within this part.
+        `cluster.heartbeats.STEP_PHASES`. The wait for other ranks is subtracted from the forward
+        and backward pass, since most of the wait occurs within this part.
         """
         work_s = {
             rank: beat.own_s or sum(filter(None, beat.parts_s))

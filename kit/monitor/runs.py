@@ -15,8 +15,8 @@ import numpy as np
 from cluster.state import JobError
 from cluster.status import watch_silent
 from kit.errors import RunError, kit_command
-from kit.monitor.curves import drawable
-from kit.monitor.figure import smooth
+from kit.monitor.curves import mask_undrawable
+from kit.monitor.figure import moving_average
 from kit.monitor.quantities import QUANTITIES, quantity_text
 from kit.run import Run
 from kit.run.columns import parse_row
@@ -24,7 +24,7 @@ from kit.run.metrics import SPEED_STEPS
 from kit.run.tail import last_lines
 from kit.show.style import new_figure, short
 from kit.show.table import Table
-from kit.show.terminal import number
+from kit.show.terminal import format_number
 from kit.show.theme import HUES
 
 MAX_COMPARED = 8
@@ -192,8 +192,8 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         left.set(title="Loss, mean of ~5 steps", xlabel="optimizer step")
         for i, (label, columns) in enumerate(table.items()):
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
-            left.plot(columns["step"], smooth(columns["loss"]), label=short(label), **style)
-            right.plot(columns["step"], scale * drawable(columns[speed]), **style)
+            left.plot(columns["step"], moving_average(columns["loss"]), label=short(label), **style)
+            right.plot(columns["step"], scale * mask_undrawable(columns[speed]), **style)
         right.set(title=title, xlabel="optimizer step", ylim=(0, None))
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure, table
@@ -214,7 +214,7 @@ def column_heading(column: str) -> str:
 def cell_text(column: str, value: Any) -> str:
     """Returns the text of a cell of the table of runs, in the format of its column."""
     if value is None or isinstance(value, float):
-        return quantity_text(column, value) if column in QUANTITIES else number(value, "g")
+        return quantity_text(column, value) if column in QUANTITIES else format_number(value, "g")
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)

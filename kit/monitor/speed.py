@@ -9,7 +9,6 @@ verdict gives the reason.
 
 import dataclasses
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,21 +16,26 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import shortened
 from cluster.state import last_attempt
 from kit.errors import RunError
 from kit.monitor.goodput import ledger
 from kit.run import Run
 from kit.run.metrics import Metrics, utilisation_rates
+from kit.show.results import short_number
 
 REFRESH_S = 20.0
 """Least time between two comparisons by one view, in seconds."""
 MAX_TIME_SHARE = 0.02
 """Largest fraction of a view's time that is spent on comparisons. After a slow comparison, the next
 one is made later."""
+LONGEST_REASON = 400
+"""Largest number of characters of the reason in a verdict without an estimate. A damaged file can
+make an error message of any length."""
 BAND_LABEL = "expected (modelled, 90 %)"
 WARM_UP_STEPS = 5
-"""Number of steps at the beginning of an attempt that are left out of the measured step time. A
-comparison needs at least as many further steps."""
+"""Number of steps at the beginning of an attempt that are left out of the measured step time. The
+step time is compared with the prediction only after this number of further steps."""
 COMPARED_STEPS = 200
 """Largest number of newest steps over which the measured step time is the median."""
 DATA = "waiting for data"
@@ -70,7 +74,8 @@ class SpeedComparison:
     """Predicted seconds of each term of the step time (such as gemm or bubble), by name, the
     largest first."""
     calibration: str
-    """Description of the runs to which the prediction is fitted, for sentences."""
+    """Description of the runs to which the prediction is fitted. It is part of printed sentences.
+    """
     warnings: tuple[str, ...]
     """Warnings of the planner about its prediction."""
     took_s: float
@@ -111,8 +116,8 @@ class SpeedComparison:
         """
         if math.isnan(self.took_s):
             return (
-                f"expected: {self.low_s:.3g} to {self.high_s:.3g} s a step ({self.calibration});"
-                " too few steps to compare"
+                f"expected: {short_number(self.low_s)} to {short_number(self.high_s)} s a step"
+                f" ({self.calibration}); too few steps to compare"
             )
         text = comparison_sentence(
             self.took_s,
@@ -126,7 +131,7 @@ class SpeedComparison:
         if part is None:
             return text
         seconds = {WAITS: self.waiting_s, **self.parts_s}[part]
-        return f"{text}. Most of it: {part}, {seconds:.3g} s a step"
+        return f"{text}. Most of it: {part}, {short_number(seconds)} s a step"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields and the verdict as a dict of plain values for JSON."""
@@ -147,8 +152,8 @@ def comparison_sentence(
         steps: phrase such as `median of 200 steps`, which says over which steps `took_s` was
             measured. It is needed if the view also shows a step time over fewer steps.
     """
-    took = f"{took_s:.3g} s ({steps})" if steps else f"{took_s:.3g} s"
-    band = f"{low_s:.3g} to {high_s:.3g} s a step"
+    took = f"{short_number(took_s)} s ({steps})" if steps else f"{short_number(took_s)} s"
+    band = f"{short_number(low_s)} to {short_number(high_s)} s a step"
     if low_s <= took_s <= high_s:
         return f"as expected: {took}, 90 % interval {band} ({label})"
     ratio = took_s / expected_s - 1
@@ -156,7 +161,7 @@ def comparison_sentence(
     return f"{how} than expected by {abs(ratio):.0%}: {took}, not {band} ({label})"
 
 
-def compare_attempt(
+def compare_speed_with_prediction(
     run: Run, attempt: int | None = None, metrics: Metrics | None = None
 ) -> SpeedComparison:
     """Returns the comparison of the step time of an attempt's newest steps with the prediction for
@@ -170,7 +175,7 @@ def compare_attempt(
     Raises:
         ConfigError: The site file lacks a number that the prediction needs.
     """
-    from kit.estimate.fit.calibrate import calibrate, published_calibration
+    from kit.estimate.fit.calibrate import calibrate, own_calibration
     from kit.estimate.fit.measured_rows import hardware_on
     from kit.estimate.theory.layouts import Layouts
 
@@ -178,12 +183,12 @@ def compare_attempt(
         attempt = max(*run.plans(), last_attempt(run.directory), 1)
     plan = run.plans().get(attempt, run.plan)
     site = run.other_sites().get(attempt, run.site)
-    layouts = Layouts.of(run.spec, [plan])
+    layouts = Layouts.of(run.spec, [plan], muon=run.recipe.optimizer == "muon")
     hardware = hardware_on(site, layouts, plan.precision)
     if site.scheduler == "local":
         calibration = calibrate([], site, hardware=hardware)
     else:
-        calibration = published_calibration(site)
+        calibration = own_calibration([], site)
     prediction = calibration.predict(layouts, hardware)
     terms_s = {
         name: np.asarray(value).item() for name, value in prediction.step_time.terms_s.items()
@@ -227,7 +232,7 @@ def compare_speed(run: Run) -> SpeedComparison:
         RunError: The newest attempt has too few steps.
         ConfigError: The site file lacks a number that the prediction needs.
     """
-    comparison = compare_attempt(run)
+    comparison = compare_speed_with_prediction(run)
     if math.isnan(comparison.took_s):
         raise RunError(
             f"{run.directory}: the newest attempt has fewer than {2 * WARM_UP_STEPS} steps. Ask"
@@ -297,7 +302,7 @@ class SpeedMonitor:
         self._due = 0.0
         self._thread: threading.Thread | None = None
 
-    def refresh(self, *, wait: bool = False) -> None:
+    def update_comparison(self, *, wait: bool = False) -> None:
         """Starts a comparison in a thread if the last one is too old. The limit is REFRESH_S, or
         longer after a slow comparison, as MAX_TIME_SHARE requires. With `wait`, waits for the
         result.
@@ -341,14 +346,14 @@ def speed_facts(run: Run, metrics: Metrics) -> dict[str, Any]:
     The function never raises an exception, since a view must continue.
     """
     try:
-        comparison = compare_attempt(run, metrics=metrics)
+        comparison = compare_speed_with_prediction(run, metrics=metrics)
         parts_s = dict(comparison.parts_s)
         if comparison.waiting_s is not None:
             parts_s[f"of these, {WAITS}"] = comparison.waiting_s
         return {"band": comparison.band, "verdict": comparison.verdict, "parts_s": parts_s}
     # Files of the run may be missing or damaged. The view must continue.
     except Exception as error:
-        why = _first_line(error) or type(error).__name__
+        why = shortened(_first_line(error), LONGEST_REASON) or type(error).__name__
         return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}
 
 
@@ -357,4 +362,6 @@ def _first_line(error: Exception) -> str:
     with a sentence that introduces an example ("For example:"), this sentence is removed.
     """
     line, *_ = str(error).splitlines() or [""]
-    return re.sub(r"[^.]*:$", "", line).rstrip(". ")
+    if line.endswith(":"):
+        line, *_ = line.rpartition(".")
+    return line.rstrip(". ")

@@ -12,14 +12,13 @@ from rich.text import Text
 from cluster.record import counted
 from cluster.state import JobState
 from kit.errors import kit_command
-from kit.monitor.alerts import ROWS_PER_LOOK
-from kit.monitor.dashboard import Dashboard
+from kit.monitor.dashboard import Dashboard, complete_dashboard
 from kit.monitor.on_alert import AlertCommand
 from kit.monitor.quantities import QUANTITIES, quantity_text
 from kit.monitor.scores import last_scores, scoring_seconds
 from kit.run import Run
 from kit.run.alerts import Alert
-from kit.show.terminal import PlainConsole, clock, keep_drawing
+from kit.show.terminal import PlainConsole, format_time, keep_drawing
 
 STATE_COLOURS = {
     JobState.RUNNING: "green",
@@ -73,9 +72,9 @@ def status_table(run: Run, width: int = 80) -> Group:
     """Returns the status view of a run as text, at most `width` characters wide: state with its
     reason, numbers of the last step, curves, requests and alerts.
     """
-    dashboard = _complete_dashboard(run)
+    dashboard = complete_dashboard(run)
     # The view is printed only once, so it must contain the comparison.
-    dashboard.refresh_speed(wait=True)
+    dashboard.update_speed(wait=True)
     return _text_view(dashboard, width)
 
 
@@ -94,7 +93,7 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
     def view() -> Group:
         dashboard.catch_up()
-        dashboard.refresh_speed()
+        dashboard.update_speed()
         width = console.picture_width if isinstance(console, PlainConsole) else console.width
         text = _text_view(dashboard, width)
         alert_command.run_for_new_alerts()
@@ -107,19 +106,10 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
 def recorded_alerts(run: Run) -> list[Alert]:
     """Returns all alerts of a run in the order in which they were recorded. First the alert rules
-    examine all steps, since they only run in views, and no view of the run may have been open
-    before.
+    examine all steps. Alert rules run only in an open view, and perhaps no view of this run was
+    open.
     """
-    return _complete_dashboard(run).run_view.alert_monitor.log.alerts
-
-
-def _complete_dashboard(run: Run) -> Dashboard:
-    """Returns a dashboard of a run whose alert rules have examined all recorded steps."""
-    dashboard = Dashboard(run)
-    dashboard.catch_up()
-    for _ in range(len(dashboard.columns) // ROWS_PER_LOOK):
-        dashboard.look()
-    return dashboard
+    return complete_dashboard(run).run_view.alert_monitor.log.alerts
 
 
 def _text_view(dashboard: Dashboard, width: int) -> Group:
@@ -214,7 +204,7 @@ def _curves(
     speed = dashboard.curves.shown_speed()
     lines = []
     for name, label, colour in (("loss", "loss", "blue"), (speed, BAR_LABELS[speed], "green")):
-        drawn = bars(dashboard.curves[name], width - 20)
+        drawn = bar_chart(dashboard.curves[name], width - 20)
         lines.append(Text(f"{label:>8} {drawn} {quantity_text(name, row[name])}", style=colour))
     band = facts["speed"]["band"]
     if band and band[speed]:
@@ -223,7 +213,7 @@ def _curves(
     return lines
 
 
-def bars(values: np.ndarray, width: int) -> str:
+def bar_chart(values: np.ndarray, width: int) -> str:
     """Returns a string of at most `width` bars that draws `values`. The height of a bar is the mean
     of several neighbouring values. A bar is `?` if one of its values is not finite.
     """
@@ -250,8 +240,10 @@ def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType
     for name, request in facts["actions"].items():
         progress = " …"
         if request["done_at"]:
-            progress = f", done {clock(request['done_at'])}: {request['note']}"
-        parts.append(Text(f"{name}: asked {clock(request['asked_at'])}{progress}", style="cyan"))
+            progress = f", done {format_time(request['done_at'])}: {request['note']}"
+        parts.append(
+            Text(f"{name}: asked {format_time(request['asked_at'])}{progress}", style="cyan")
+        )
     if facts["unreadable_note"]:
         parts.append(Text(facts["unreadable_note"], style="yellow"))
     if not run.directory.is_dir():
@@ -271,7 +263,7 @@ def _alerts(dashboard: Dashboard) -> list[Text]:
     lines = []
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         mark, colour = MARKS[alert.level]
-        when = clock(alert.time, "%m-%d %H:%M:%S")
+        when = format_time(alert.time, "%m-%d %H:%M:%S")
         text = f"{mark} {when} step {alert.step:,} {alert.kind}: {alert.message}"
         lines.append(Text(text, style=colour))
     if more := len(alerts) - len(lines):

@@ -9,22 +9,20 @@ for JupyterLab.
 
 import contextvars
 import math
-import re
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
-from kit.monitor.curves import SERIES, UNSMOOTHED, PlotRange
+from kit.monitor.curves import PlotRange
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import snapshot
-from kit.monitor.quantities import QUANTITIES
+from kit.monitor.front_end import CHARTS, DASHBOARD_SCRIPT, DASHBOARD_STYLE
 from kit.run import Run
 from kit.run.columns import FAST_FROM_BYTES
 from kit.show.theme import MUTED
@@ -43,12 +41,6 @@ BEAT_S = 2.0
 reports a silent kernel after several missing heartbeats."""
 READING_LIMIT_S = 10.0
 """Longest time for which a thread waits until the whole history is read, in seconds."""
-STATIC = Path(__file__).parent / "static"
-# The chart library uPlot (MIT licence) comes first, since the other scripts use it.
-SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
-ROOT = ".kit-monitor"
-"""CSS selector of the dashboard's root element. The dashboard's style sheet applies only inside
-this element."""
 NO_MODEL = """<style>
 .jp-OutputArea-child:has(> .jupyter-widgets):not(:has(> .jupyter-widgets *)):has(+ * .{name})
 {{ display: none; }}
@@ -57,34 +49,16 @@ NO_MODEL = """<style>
 displaying widget: model not found" instead of the view, in the output just above the picture. The
 style sheet hides an output there that contains no HTML elements, which is the case for this error.
 A live view, or another error of a widget, contains elements and stays visible."""
-CHARTS = [
-    {"key": name, "title": QUANTITIES[name].title, "smoothed": name not in UNSMOOTHED}
-    for name in SERIES
-]
-"""Key, title and smoothing of each chart of the dashboard, in order, as they are sent to the front
-end."""
 _SHOWN = weakref.WeakSet["Monitor"]()
 """All views that notebook cells of this kernel have displayed."""
-
-
-def scoped(css: str, root: str) -> str:
-    """Returns a style sheet whose rules apply only to elements inside the element with the selector
-    `root`. The given style sheet must have no nested rules.
-    """
-
-    def in_root(rule: re.Match[str]) -> str:
-        selectors = rule["selectors"].split(",")
-        return ", ".join(f"{root} {selector.strip()}" for selector in selectors) + rule["body"]
-
-    return re.sub(r"(?P<selectors>[^{}]+)(?P<body>\{[^{}]*\})", in_root, css)
 
 
 class CellActivity:
     """Tracks whether the kernel is running a cell. While a cell runs, messages of the front end to
     the kernel wait.
 
-    The kernel status that the front end knows is not reliable. With subshells (ipykernel 7), it
-    becomes idle after each message that a subshell answers while a cell runs.
+    The kernel status that the front end knows is not reliable. With subshells (ipykernel 7), this
+    status becomes idle after each message that a subshell answers, even while a cell runs.
     """
 
     def __init__(self) -> None:
@@ -119,13 +93,11 @@ class Monitor(anywidget.AnyWidget):
     The arguments are the arguments of `Dashboard`. In the browser, a slider changes the smoothing.
     """
 
-    _esm = ";\n".join((STATIC / name).read_text() for name in SCRIPTS)
-    _css = (
-        scoped((STATIC / "vendor/uPlot.min.css").read_text(), ROOT)
-        + (STATIC / "dashboard.css").read_text()
-    )
+    _esm = DASHBOARD_SCRIPT
+    _css = DASHBOARD_STYLE
 
     charts = traitlets.List(CHARTS).tag(sync=True)
+    metrics = traitlets.List().tag(sync=True)
     frame = traitlets.Dict().tag(sync=True)
     window = traitlets.Bytes(b"").tag(sync=True)
     facts = traitlets.Dict().tag(sync=True)
@@ -231,8 +203,8 @@ class Monitor(anywidget.AnyWidget):
         self._caught_up.wait(READING_LIMIT_S)
         while True:
             for work in (
-                self.dashboard.look,
-                self.dashboard.refresh_speed,
+                self.dashboard.update_status,
+                self.dashboard.update_speed,
                 self._send_facts,
                 self._refresh_picture,
             ):
@@ -293,8 +265,9 @@ class Monitor(anywidget.AnyWidget):
                 "picture": self.model_id,
                 "heard": self._heard,
             }
+            self.metrics = self.dashboard.further_metrics()
             self.alerts = self.dashboard.alerts()
-            self.heat = self.dashboard.heat()
+            self.heat = self.dashboard.step_time_heat_map()
             self.log = self.dashboard.log()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
@@ -306,13 +279,15 @@ class Monitor(anywidget.AnyWidget):
         self._heard = message["number"]
         if kind == "view":
             self.view = PlotRange.from_message(message)
+        elif kind == "charts":
+            dashboard.show_charts(message["keys"])
         elif kind == "smoothing":
             dashboard.set_smoothing(message["value"])
         elif kind == "log":
             dashboard.select_log(int(message["rank"]), message["search"])
         elif kind == "action":
             dashboard.start_action(message["name"])
-        if kind in ("view", "smoothing"):
+        if kind in ("view", "charts", "smoothing"):
             self._guarded(self._send_frame)
         else:
             self._guarded(self._send_facts)

@@ -52,6 +52,23 @@ def row(
     return Row(name=name, value=value, unit=unit, target=target, ok=ok, note=note)
 
 
+def short_number(value: float) -> str:
+    """Returns a number as text, such as `0.4`, `12.3` or `2,250`. A number below 100 is rounded to
+    three significant digits. A larger number is rounded to an integer and has thousands separators.
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def parameters_text(num_params: float) -> str:
+    """Returns a number of parameters as text with three significant digits and a suffix, such as
+    `124M`, `6.74B` or `1.01T`.
+    """
+    for suffix, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if num_params >= 0.9995 * unit:
+            return f"{num_params / unit:.3g}{suffix}"
+    return f"{num_params:.0f}"
+
+
 def format_value(value: float, unit: str) -> str:
     """Returns a number as text with three significant digits and its unit. A number with the unit
     `fraction` is printed in per cent. Integers, and numbers of at least 100, have no decimals.

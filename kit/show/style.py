@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from cluster.files import replacement, write_atomic
+from cluster.files import replace_atomically, write_atomic
 from kit.errors import ConfigError
 from kit.show.terminal import plain
 from kit.show.theme import TEXT, WIDTH
@@ -82,15 +82,27 @@ def check_picture(file: Path) -> Path:
         ConfigError: The extension is not one of PICTURES, the path is a folder, or one of its
             parents is a file.
     """
-    if file.suffix.lower() not in PICTURES:
+    return check_output_file(file, PICTURES, "a format of pictures")
+
+
+def check_output_file(file: Path, endings: Sequence[str], kind: str) -> Path:
+    """Returns `file` if its extension is one of `endings` and the file can be written. Creates
+    missing folders. `kind` says in the error what the endings are.
+
+    Raises:
+        ConfigError: The extension is another one, the path is a folder, or one of its parents is a
+            file.
+    """
+    if file.suffix.lower() not in endings:
         raise ConfigError(
-            f"{file}: {file.suffix or 'no ending'} is not a format of pictures."
-            f" Allowed: {', '.join(PICTURES)}."
+            f"{file}: {file.suffix or 'no ending'} is not {kind}. Allowed: {', '.join(endings)}."
         )
     parent = next(folder for folder in file.absolute().parents if folder.exists())
     if file.is_dir() or not parent.is_dir():
+        reason = "it is a folder" if file.is_dir() else f"{parent} is a file, not a folder"
         raise ConfigError(
-            f"{file}: cannot be written. Give the name of a file, in a folder or a new one."
+            f"{file} cannot be written: {reason}. Give the path of a file. Missing folders are"
+            " created."
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     return file
@@ -113,7 +125,7 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
         # Matplotlib reads some settings, for text and for names, only when it saves a figure.
-        with drawing_settings(STYLE), replacement(path) as stream:
+        with drawing_settings(STYLE), replace_atomically(path) as stream:
             figure.savefig(stream, format=path.suffix[1:].lower(), metadata=date)
 
 

@@ -6,7 +6,8 @@ import html
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, Self
 
 from kit.show.terminal import Table as TextTable
 
@@ -73,6 +74,19 @@ class Table(TextTable):
         self.runs = frozenset(runs)
         self.left_out: tuple[str, ...] = ()
 
+    @classmethod
+    def from_columns(
+        cls, columns: Mapping[str, Iterable[Any]], caption: str = "", notes: Sequence[str] = ()
+    ) -> Self:
+        """Returns a table from its columns. `columns` maps the name of each column to its cells,
+        e.g. a list or an array with one element per row.
+
+        Raises:
+            ValueError: The columns differ in length.
+        """
+        cells = zip(*columns.values(), strict=True)
+        return cls([dict(zip(columns, row, strict=True)) for row in cells], caption, notes)
+
     def _repr_html_(self) -> str:
         rows = [[cell.plain for cell in cells] for cells in self.cells]
         styles = [_column_style(column) for column in zip(*rows, strict=True)]
@@ -116,10 +130,12 @@ def _html_cells(tag: str, cells: Sequence[str], styles: Sequence[str]) -> str:
 
 def _show(value: Any) -> str:
     """Returns the text of a cell for a value. None and NaN give an empty cell."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None or (isinstance(value, Real) and math.isnan(value)):
         return ""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, Integral):
         return f"{value:,}"
-    if isinstance(value, float):
+    if isinstance(value, Real):
         return f"{value:.4g}"
     return str(value)

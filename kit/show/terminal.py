@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -117,7 +116,7 @@ HUGE = 1e6
 number has fixed decimals."""
 
 
-def number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     """Returns a number as text in the format `form`. Returns a dash for None.
 
     If `form` has fixed decimals, a number of at least HUGE is printed with an exponent instead.
@@ -131,7 +130,7 @@ def number(value: float | None, form: str) -> str:
     return f"{value:{form}}"
 
 
-def clock(when: float, form: str = "%H:%M:%S") -> str:
+def format_time(when: float, form: str = "%H:%M:%S") -> str:
     """Returns a unix time as text in the local time of this machine. Returns "?" if the time is not
     valid.
     """
@@ -220,6 +219,8 @@ def keep_drawing(
     drawn_over = console.is_terminal or console.is_jupyter
     screen: contextlib.AbstractContextManager = contextlib.nullcontext()
     if drawn_over:
+        from rich.live import Live
+
         screen = Live(console=console, auto_refresh=False)
     printed = -math.inf
     with contextlib.suppress(KeyboardInterrupt), screen as live:

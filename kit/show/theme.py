@@ -7,9 +7,9 @@ from pathlib import Path
 WIDTH = 6.25
 """Width of every figure in inches, which is 600 pixels on a page.
 
-In a browser window of 1,000 pixels, JupyterLab's side bar leaves 548 pixels for a figure. A figure
-of this width is then scaled down so little that its smallest text is as high as the text of the
-page, 14 pixels."""
+In a browser window of 1,000 pixels, JupyterLab's side bar leaves 548 pixels for a figure. If a
+figure of this width is scaled to 548 pixels, its smallest text is 14 pixels high, as high as the
+text of the page."""
 PIXELS_PER_INCH = 96
 """Number of pixels on a page for one inch of a figure."""
 TEXT = 11.5

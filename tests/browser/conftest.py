@@ -19,7 +19,7 @@ document.body.style.setProperty('--jp-ui-font-color1', '#eee');
 document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""  # noqa: E501
 
 
-SENT = ("charts", "frame", "window", "facts", "alerts", "heat", "log")
+SENT = ("charts", "metrics", "frame", "window", "facts", "alerts", "heat", "log")
 
 
 @pytest.fixture(scope="session")
@@ -154,9 +154,19 @@ class Window:
         self.page.on("request", self._asked)
         self.page.expose_function("kernel", self._answer)
 
-    def open(self, run: Run, *, width: int = 1180, height: int = 900, **options) -> Screen:
-        """Opens an empty page in the window and shows the dashboard of `run` in it."""
-        self.page.goto("about:blank")
+    def open(
+        self,
+        run: Run,
+        *,
+        width: int = 1180,
+        height: int = 900,
+        address: str = "about:blank",
+        **options,
+    ) -> Screen:
+        """Opens an empty page in the window and shows the dashboard of `run` in it. The browser
+        stores settings only for pages with an `address`, such as that of an empty file.
+        """
+        self.page.goto(address)
         self.page.set_viewport_size({"width": width, "height": height})
         return Screen(self, run, **options)
 

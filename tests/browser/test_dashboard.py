@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from cluster.site import Site
-from cluster.state import JobState, read_asked, take_request
+from cluster.state import JobState, read_pending_request, take_request
 from kit.run import Run
 from tests.support.recorded_runs import (
     add_row,
@@ -102,11 +102,11 @@ def test_stop_button_needs_a_second_click(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run")
     screen = open_screen(run)
     screen.click("Stop after step")
-    assert not screen.sent("action") and read_asked(run.directory, "stop") is None
+    assert not screen.sent("action") and read_pending_request(run.directory, "stop") is None
     screen.click("Really stop after step?")
     screen.settle(700)
     screen.tick()
-    assert read_asked(run.directory, "stop") is not None
+    assert read_pending_request(run.directory, "stop") is not None
     assert "Stop after step: asked " in screen.text(".kit-history")
     assert "stopping" in screen.text(".kit-badge")
     assert take_request(run.directory, "stop")
@@ -217,7 +217,7 @@ def test_dashboard_shows_ranks_attempts_and_baselines(open_screen, tmp_path):
     screen = open_screen(run, baselines={"published": 2.2, "last week": other})
     for step in range(3000, 3060):
         beat(run, step, slow_rank=11, attempt=2)
-        screen.dashboard.run_view.ranks.look()
+        screen.dashboard.run_view.ranks.read_heartbeats()
     screen.refresh()
     assert f"rank 11 on {os.uname().nodename} takes 1.40" in screen.label("rank 11")
     assert "rank 11" in screen.text(".kit-alerts")

@@ -31,7 +31,7 @@ def test_host_name_of_slow_rank_is_shown_as_text(open_screen, tmp_path):
         for heartbeat in read_rank_heartbeats(run.directory, 1):
             file = run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
             heartbeat.replace(host=SCRIPT).write(file)
-        screen.dashboard.run_view.ranks.look()
+        screen.dashboard.run_view.ranks.read_heartbeats()
     screen.refresh()
     assert SCRIPT in screen.page.locator(".kit-heat").get_attribute("aria-label")
     assert SCRIPT in screen.text(".kit-alerts")

@@ -68,8 +68,8 @@ def full_screen(open_screen, folder, **options) -> Screen:
     screen = open_screen(run, baselines=baselines, **options)
     for step in range(900, 930):
         beat(run, step, slow_rank=2, attempt=2)
-        screen.dashboard.run_view.ranks.look()
-    screen.dashboard.refresh_speed(wait=True)
+        screen.dashboard.run_view.ranks.read_heartbeats()
+    screen.dashboard.update_speed(wait=True)
     still = screen.widget._still()["text/html"] + EARLIER_STYLE
     screen.page.evaluate(
         """([still, theme]) => { document.body.dataset.jpThemeLight = theme;
@@ -265,7 +265,7 @@ def kit_classes() -> set[str]:
 
 def test_every_module_with_styles_is_listed():
     """A new module that writes a style sheet must be added to the function `emitted` of this
-    file.
+    file. The style sheet of page.py is excluded, since it stands in an HTML file of its own.
     """
     sources = {
         str(file.relative_to(ROOT / "kit"))
@@ -273,7 +273,7 @@ def test_every_module_with_styles_is_listed():
         if "<style" in file.read_text() or "_css =" in file.read_text()
     }
     known = {"estimate/choose/panel.py", "monitor/widget.py", "show/themed_figure.py"}
-    assert sources == known
+    assert sources - {"monitor/page.py"} == known
 
 
 @pytest.mark.parametrize("theme", ["true", "false"])

@@ -20,7 +20,7 @@ def _at_pace(folder: Path, times: float) -> Run:
     """
     run = recorded_run(folder, steps=400, second_attempt_at=200)
     monitor = SpeedMonitor(run, run.metrics)
-    monitor.refresh(wait=True)
+    monitor.update_comparison(wait=True)
     low, high = monitor.facts["band"]["step_time_s"]
     file, now = run.directory / "metrics.jsonl", time.time()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -44,7 +44,7 @@ def _at_pace(folder: Path, times: float) -> Run:
 def test_dashboard_shows_speed_verdict_and_goodput(open_screen, tmp_path, times, dark):
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
     assert screen.page.locator(".kit-verdict").is_hidden(), "the first view waits for no estimate"
-    screen.dashboard.refresh_speed(wait=True)
+    screen.dashboard.update_speed(wait=True)
     screen.refresh()
     verdict = "as expected" if times == 1 else "slower than expected by"
     assert screen.text(".kit-verdict").startswith(verdict)

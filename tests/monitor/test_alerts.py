@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from cluster.login.mirror import MIRROR, SEEN, Mirror, Seen
+from cluster.login.mirror import MIRROR_FILE, REPORT_FILE, ClusterReport, Mirror
 from cluster.record import ConfigError
 from cluster.state import JobState, log_path, update_state
 from kit.monitor import alerts
@@ -77,7 +77,7 @@ def test_diverging_start_gives_one_alert(tmp_path):
     (live,) = dashboard.run_view.alert_monitor.log.alerts
     (run.directory / "alerts.jsonl").unlink()
     (found,) = recorded_alerts(run)
-    assert found == live and live.step == 12 and "loss 14 after 8.3 at the start" in live.message
+    assert found == live and live.step == 12 and "loss 14, after 8.3 at the start" in live.message
 
 
 def test_spike_seen_by_several_viewers_is_recorded_once(tmp_path):
@@ -110,14 +110,14 @@ def test_stall_is_timed_by_the_viewers_clock(tmp_path, monkeypatch):
     assert kinds(dashboard) == []
     now = alerts.time.monotonic()
     there = Mirror(login="far", python="python", source="/", directory="/run")
-    there.write(run.directory / MIRROR)
+    there.write(run.directory / MIRROR_FILE)
     status = dashboard.status.to_dict()
-    seen = Seen(time=alerts.time.time() - 20, status=status)
-    seen.write(run.directory / SEEN)
+    seen = ClusterReport(time=alerts.time.time() - 20, status=status)
+    seen.write(run.directory / REPORT_FILE)
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 20)
     assert kinds(dashboard) == [], "nobody knows: a login node was lost"
     assert dashboard.facts()["as_of"] == "20 s"
-    seen.replace(time=alerts.time.time()).write(run.directory / SEEN)
+    seen.replace(time=alerts.time.time()).write(run.directory / REPORT_FILE)
     assert kinds(dashboard) == [], "steps may be on their way"
     assert dashboard.facts()["as_of"] is None
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 40)
@@ -140,7 +140,7 @@ def test_implausible_peak_gives_one_alert(tmp_path, peak, expected, state):
     assert expected in message and f"kit bench --apply '{run.directory}'" in message
     assert kinds(Dashboard(Run.open(run.directory))) == ["peak"], "once, however often one looks"
     run.site.write(run.directory / "site.json")
-    dashboard.look()
+    dashboard.update_status()
     dashboard.read()
     corrected = np.median(run.metrics().mfu()[-20:])
     assert dashboard.facts()["mfu"] == pytest.approx(corrected)
@@ -193,7 +193,7 @@ def test_slow_steps_ranks_disk_and_memory_give_alerts(tmp_path, monkeypatch):
     assert kinds(dashboard)[1:] == ["mfu"] and "fell to" in dashboard.alerts()[0]["message"]
     for step in range(100, 100 + MIN_SAMPLES - 1):
         beat(run, step, slow_rank=3)
-        dashboard.look()
+        dashboard.update_status()
     assert kinds(dashboard)[2:] == [], "it is not sure yet"
     # after a slow reading the dashboard pauses, so several are needed
     for step in range(200, 200 + MIN_SAMPLES):

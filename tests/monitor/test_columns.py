@@ -214,3 +214,63 @@ def test_curves_follow_new_attempt_and_clock_set_back(tmp_path):
     coarse, _ = curves.window(("loss",), PlotRange(axis="step", width=3))
     assert (coarse[0], coarse[-1], len(coarse)) == (1, 11, 3), "from the first step to the last"
     np.testing.assert_allclose(values[2], Average(0.5).update(curves["loss"]))
+
+
+@pytest.mark.parametrize("steps", [20, 4000])
+def test_columns_of_a_hook_are_read(file, steps):
+    """The short file is parsed by json, the long file by pyarrow. Attempt 2 repeats the last ten
+    steps, without the hook. A validation loss by set first occurs at the last step.
+    """
+    texts = [line(step, **{"hook/norm": float(step), "note": "text"}) for step in range(1, steps)]
+    texts += [line(step, 2) for step in range(steps - 10, steps)]
+    file.write_text("".join(texts) + line(steps, 2, **{"validation/web": 3.5}))
+    columns = Columns(file).read_all()
+    first = np.arange(1.0, steps - 10)
+    np.testing.assert_array_equal(columns["hook/norm"][: len(first)], first)
+    assert np.isnan(columns["hook/norm"][len(first) :]).all() and len(columns) == steps
+    assert columns["validation/web"][-1] == 3.5 and np.isnan(columns["validation/web"][:-1]).all()
+    assert columns.recorded_names()[-2:] == ["hook/norm", "validation/web"]
+    assert "note" not in columns.names and columns.skipped_lines == 0
+    metrics = Metrics.of(columns, spec=ModelSpec.preset("demo"), plans={}, site=Site.load("laptop"))
+    np.testing.assert_array_equal(metrics["hook/norm"], columns["hook/norm"])
+
+
+def test_new_column_in_long_text_keeps_the_fast_parser(file, monkeypatch):
+    """After the names are known, pyarrow parses the text. json parses only the first lines."""
+    parsed, slow = [], columns_module.parse_rows
+    monkeypatch.setattr(
+        columns_module, "parse_rows", lambda text: parsed.append(text) or slow(text)
+    )
+    file.write_text("".join(line(step, **{"hook/norm": 1.5}) for step in range(1, 20_001)))
+    assert Columns(file).read_all()["hook/norm"].tolist() == [1.5] * 20_000
+    assert 0 < sum(map(len, parsed)) < 0.1 * file.stat().st_size
+
+
+def test_number_and_names_of_columns_are_limited(file):
+    many = {f"hook/{number}": 1.0 for number in range(1000)}
+    strange = {
+        "": 1.0,
+        "x" * 101: 1.0,
+        "a\nb": 1.0,
+        "\ud800": 1.0,
+        "flag": True,
+        "nested": {"a": 1},
+    }
+    file.write_text(line(1, **strange) + line(2, **many) * 300 + line(3, **{"hook/late": 1.0}))
+    columns = Columns(file).read_all()
+    assert columns.names[len(columns_module.NAMES) :] == tuple(many)[:200]
+    assert columns["step"].tolist() == [1, 2, 3] and columns.skipped_lines == 0
+
+
+def test_sparse_series_is_drawn_without_average(tmp_path):
+    """A number that one step in ten records is drawn as it is, and stays until the next one."""
+    rows = [
+        row(s, sets=s / 10) if s % 10 == 0 else row(s, dense=float(s % 2)) for s in range(1, 101)
+    ]
+    curves = Curves(made(tmp_path / "run", rows, Plan(global_batch_size=1)), 0.9).read_all()
+    assert curves.further_names() == ["step_time_s", "tokens", "dense", "sets"]
+    assert not curves.is_smoothed("sets") and curves.is_smoothed("dense")
+    _, values = curves.window(("sets", "dense"), PlotRange())
+    np.testing.assert_array_equal(values[2][[8, 9, 18, 19, 99]], [np.nan, 1, 1, 2, 10])
+    assert np.isfinite(values[0]).sum() == 10
+    assert values[5][98] == pytest.approx(0.5, abs=0.06)

@@ -108,7 +108,7 @@ def test_ledger_costs_use_devices_of_each_attempt(told):
     site.write(told.directory / "site.json")
     found = ledger(Run.open(told.directory))
     dashboard = looked_at(Run.open(told.directory))
-    dashboard.refresh_speed(wait=True)
+    dashboard.update_speed(wait=True)
     assert dashboard.facts()["cost"]["value"] == found.usd
     rows = {row["part"]: row for row in found.rows()}
     assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)

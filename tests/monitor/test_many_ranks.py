@@ -55,13 +55,14 @@ def test_files_read_by_views_do_not_grow_with_ranks(tmp_path):
         for node in range(ranks // 8):
             (logs / f"node_{node}.log").touch()
         dashboard = Dashboard(run)
-        dashboard.look()  # the first reading imports modules and fills caches, so it is not counted
+        # The first reading imports modules and fills caches, so it is not counted.
+        dashboard.update_status()
         dashboard.run_view.ranks._rest_until = 0.0
         status_row(run)
         runs_table(folder.parent)
         found[ranks] = {
-            "look": reads(run, dashboard.look),
-            "ranks": reads(run, RankTimes(folder, ranks, 1).look),
+            "look": reads(run, dashboard.update_status),
+            "ranks": reads(run, RankTimes(folder, ranks, 1).read_heartbeats),
             "log": reads(run, dashboard.log),
             "status": reads(run, partial(status_row, run)),
             "runs": reads(run, partial(runs_table, folder.parent)),

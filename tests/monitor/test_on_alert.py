@@ -49,8 +49,8 @@ def _lose_a_loss(run: Run, step: int) -> None:
 
 
 def test_on_alert_runs_once_for_each_new_alert(config, run, tmp_path):
-    """The command does not run for alerts from before its start. It also runs for alerts that the
-    trainer and other viewers wrote.
+    """The `on_alert` command does not run for alerts from before `kit watch` was started. It also
+    runs for alerts that the trainer and other viewers wrote.
     """
     told = tmp_path / "told"
     config.write_text(f"on_alert = 'echo \"$KIT_ALERT\" >> {told}'")

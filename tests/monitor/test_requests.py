@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import Event, JobState, TakenRequest, ask, take_request
+from cluster.state import Event, JobState, TakenRequest, take_request, write_request
 from kit.monitor.actions import Actions
 from kit.run import Run
 from tests.support.recorded_runs import recorded_run
@@ -39,7 +39,7 @@ def test_all_viewers_show_request_until_attempt_ends(run):
     _checkpoint(run, 120)
     told = first.report(status)["checkpoint"]
     assert told["done_at"] and told["note"] == "saved at step 120"
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     told = first.report(status)["checkpoint"]
     assert told["done_at"] is None, "a second request is a new one"
     take_request(run.directory, "checkpoint", step=120)
@@ -49,14 +49,14 @@ def test_all_viewers_show_request_until_attempt_ends(run):
 
 
 def test_completion_time_does_not_depend_on_viewers(run):
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=120)
     asked = Actions(run).report(run.job.status())["checkpoint"]["asked_at"]
     _checkpoint(run, 120)
     (run.checkpoints.path(120) / "manifest.json").write_text(json.dumps({"time": asked + 25}))
     for _ in range(3):
         assert Actions(run).report(run.job.status())["checkpoint"]["done_at"] == asked + 25
-    ask(run.directory, "stop")
+    write_request(run.directory, "stop")
     take_request(run.directory, "stop", step=121)
     assert Actions(run).report(run.job.status())["stop"]["done_at"] is None, "until it has ended"
     states = {-9: JobState.RUNNING, 30: JobState.STOPPING, 40: JobState.DONE}

@@ -7,11 +7,11 @@ import pytest
 
 from kit.config.recipe import DataPhase, DataSource
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.detectors import Rise, RiseDetector
+from kit.monitor.detectors import LossRise, RiseDetector
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.run.alerts import AlertLog
-from kit.trainer.spikes import bad_start, spikes
+from kit.trainer.spikes import find_bad_start, find_spikes
 from tests.support.recorded_runs import TOKENS, add_row, look, recorded_run
 
 STEPS = np.arange(6000)
@@ -22,7 +22,7 @@ WARMED_AGAIN = np.where(LATER > 0, AGAIN, 3e-4 - 2e-4 * STEPS / 3000)
 PLATEAU = np.full(len(STEPS), 2.5)
 
 
-def rises(losses: np.ndarray, rates: np.ndarray | float = np.nan, new_data=()) -> list[Rise]:
+def rises(losses: np.ndarray, rates: np.ndarray | float = np.nan, new_data=()) -> list[LossRise]:
     return RiseDetector().find(losses, np.broadcast_to(rates, losses.shape), new_data)
 
 
@@ -109,7 +109,7 @@ def test_healthy_curve_has_no_alarm_at_any_log_interval(every, means):
     for seed in range(3):
         for curve in (1.8 + 9 * steps**-0.35, np.full(20_000, 2.5)):
             lines = as_logged(noisy(curve, (0.012, 0.015)[seed % 2], seed), every, means=means)
-            assert (spikes(lines), rises(lines), bad_start(lines, 10.8)) == ([], [], None)
+            assert (find_spikes(lines), rises(lines), find_bad_start(lines, 10.8)) == ([], [], None)
 
 
 def test_noise_alone_is_no_rise():
@@ -119,7 +119,7 @@ def test_noise_alone_is_no_rise():
 
 
 def test_rise_detection_in_parts_equals_one_pass():
-    """The detection ignores losses that are not finite, in both cases."""
+    """Both detections ignore losses that are not finite."""
     risen = noisy(np.where(LATER > 0, HEALTHY[3000] * (1 + LATER / 10_000), HEALTHY), 0.01, 1)
     detector, whole = RiseDetector(), rises(risen)
     parts = [detector.find(risen[:end], risen * np.nan) for end in range(70, 6001, 70)]

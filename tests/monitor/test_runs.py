@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.job import JobSpec, JobStatus
-from cluster.login.mirror import Mirror, Seen
+from cluster.login.mirror import ClusterReport, Mirror
 from cluster.site import Site
 from cluster.state import JobState, update_state
 from cluster.submission import submit
@@ -68,7 +68,7 @@ def test_runs_table_shows_age_of_remote_status(tmp_path):
     there = run.directory
     Mirror(login="far", python="python", source="/", directory="/run").write(there / "login.json")
     status = JobStatus(state=JobState.RUNNING, reason="step 40", attempt=1)
-    Seen(time=time.time() - 7300, status=status.to_dict()).write(there / "login_seen.json")
+    ClusterReport(time=time.time() - 7300, status=status.to_dict()).write(there / "login_seen.json")
     table = runs_table(tmp_path)
     here, far = table.to_dicts()
     assert (here["heard"], far["heard"], far["state"]) == (None, "2 h ago", "running")

@@ -73,9 +73,9 @@ def test_dashboard_memory_stays_bounded_for_a_day(tmp_path, monkeypatch):
         if tick % LOOK_TICKS == 0:
             say(run, JobState.RUNNING, step=step)
             beat(run, step)
-            dashboard.look()
+            dashboard.update_status()
             shown = json.dumps([dashboard.facts(), dashboard.alerts()], allow_nan=False)
-            sizes[-1] += len(shown) + len(dashboard.heat()) + len(dashboard.log())
+            sizes[-1] += len(shown) + len(dashboard.step_time_heat_map()) + len(dashboard.log())
         if tick % (3600 // TICK_STEPS) == 0:
             resident.append(_resident_bytes())
             files.append(len(os.listdir("/proc/self/fd")))
@@ -162,7 +162,7 @@ def _everything(dashboard: Dashboard) -> dict:
     dashboard as a dict.
     """
     look(dashboard).frame(PlotRange(axis="time", log_x=True))
-    for ask in (dashboard.heat, dashboard.alerts, dashboard.log):
+    for ask in (dashboard.step_time_heat_map, dashboard.alerts, dashboard.log):
         ask()
     return json.loads(json.dumps(dashboard.facts(), allow_nan=False))
 

@@ -135,7 +135,7 @@ def test_speed_monitor_gives_reason_without_estimate(tmp_path):
     run = recorded(tmp_path / "run", LAYOUTS["wide"], 1.0, steps=6)
     monitor = SpeedMonitor(run, run.metrics)
     assert monitor.facts["verdict"] == "" and monitor.facts["band"] is None
-    monitor.refresh(wait=True)
+    monitor.update_comparison(wait=True)
     verdict, band = monitor.facts["verdict"], monitor.facts["band"]
     assert verdict.startswith("expected: ") and "too few steps" in verdict
     with pytest.raises(RunError, match="fewer than 10 steps"):
@@ -145,10 +145,10 @@ def test_speed_monitor_gives_reason_without_estimate(tmp_path):
     assert band["tokens_per_s"] == pytest.approx((tokens / high, tokens / low))
     assert monitor.facts["goodput"]["share"] == pytest.approx(1, abs=0.2)
     (run.directory / "plan.attempt_01.json").write_text("{")
-    monitor.refresh(wait=True)
+    monitor.update_comparison(wait=True)
     assert monitor.facts["verdict"] == verdict, "not asked again within 20 s"
     monitor = SpeedMonitor(run, run.metrics, earlier=monitor)
-    monitor.refresh(wait=True)
+    monitor.update_comparison(wait=True)
     verdict = monitor.facts["verdict"]
     assert verdict.startswith("no estimate: ") and "plan.attempt_01.json" in verdict
     assert not verdict.endswith("."), "a view adds its own full stop"
@@ -163,6 +163,18 @@ def test_verdict_without_estimate_omits_errors_example(tmp_path):
     run = made(tmp_path / "run", rows, Plan(global_batch_size=32), site="generic-gpu-slurm")
     verdict = speed_facts(run, run.metrics())["verdict"]
     assert verdict.startswith("no estimate: ") and verdict.endswith("`kit bench --out FILE.toml`)")
+
+
+def test_verdict_with_a_huge_error_is_short(tmp_path):
+    """The time to read an error grows with its length, not with the square of its length."""
+    rows = [row(step) for step in range(1, 31)]
+    run = made(tmp_path / "run", rows, Plan(global_batch_size=32))
+    site = run.site.to_dict()
+    site["links"]["topology"] = "x" * 1_000_000
+    (run.directory / "site.attempt_01.json").write_text(json.dumps(site))
+    verdict = speed_facts(run, run.metrics())["verdict"]
+    assert verdict.startswith("no estimate: ") and "topology" in verdict
+    assert len(verdict) < 450
 
 
 def test_new_attempt_is_not_judged_by_earlier_steps(tmp_path):

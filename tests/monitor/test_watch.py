@@ -18,7 +18,14 @@ from typer.testing import CliRunner
 
 from cluster.job import JobSpec
 from cluster.site import Site
-from cluster.state import ExitReport, JobState, ask, read_asked, take_request, write_exit
+from cluster.state import (
+    ExitReport,
+    JobState,
+    read_pending_request,
+    take_request,
+    write_exit,
+    write_request,
+)
 from cluster.submission import submit
 from kit.cli.app import app
 from kit.errors import RunError
@@ -26,7 +33,7 @@ from kit.monitor import run_figure, status_row, status_table, watch
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table, scalars
 from kit.monitor.runs import compare_figure, live_row
-from kit.monitor.text import bars
+from kit.monitor.text import bar_chart
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.show import terminal
@@ -49,10 +56,12 @@ def _command(*arguments: object):
 
 
 def test_bars_mark_non_finite_values():
-    assert bars(np.linspace(8, 4, 400), 8) == "█▇▆▅▄▃▂▁"
+    assert bar_chart(np.linspace(8, 4, 400), 8) == "█▇▆▅▄▃▂▁"
     values = np.where(np.arange(400) == 201, np.nan, np.linspace(8, 4, 400))
-    assert bars(values, 8) == "█▇▆▅?▃▂▁"
-    assert bars(np.full(3, np.inf), 40) == "???" and bars(np.array([2.0, 2.0]), 40) == "▁▁"
+    assert bar_chart(values, 8) == "█▇▆▅?▃▂▁"
+    assert (
+        bar_chart(np.full(3, np.inf), 40) == "???" and bar_chart(np.array([2.0, 2.0]), 40) == "▁▁"
+    )
 
 
 NEWEST = ("nan: loss is not finite", "checkpoint: asked")
@@ -61,7 +70,7 @@ NEWEST = ("nan: loss is not finite", "checkpoint: asked")
 @pytest.mark.parametrize("width", [80, 60, 44, 200])
 def test_status_fits_the_terminal_width(run, width):
     spoil(run, {390: {"loss": float("nan")}, 400: {"step_time_s": 10.0}})
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     lines = _screen(run, width)
     words = " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= width
@@ -76,7 +85,7 @@ def test_status_fits_the_terminal_width(run, width):
 
 def test_short_terminal_omits_only_oldest_alerts(run):
     spoil(run, {390: {"loss": float("nan")}})
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=400)
     folder = run.checkpoints.path(400)
     folder.mkdir(parents=True)
@@ -201,7 +210,7 @@ def test_commands_act_like_the_dashboard_buttons(tmp_path):
     submit(JobSpec(name="sleeper", run_dir=str(run.directory), **sleep), Site.load("laptop"))
     for command in ("checkpoint", "stop"):
         assert "Asked at" in _command(command, run.directory).stdout
-        assert read_asked(run.directory, command)
+        assert read_pending_request(run.directory, command)
     assert "kit resume" in _command("stop", "--now", run.directory).stdout
     assert run.job.wait(20).state is JobState.FAILED
     for command in ("stop", "checkpoint"):

@@ -11,15 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.state import JobState, read_asked, take_request
+from cluster.state import JobState, read_pending_request, take_request
 from kit.data.wheels import file_sha256
 from kit.monitor.dashboard import PlotRange
 from kit.monitor.text import status_row
-from tests.support.recorded_runs import add_rows, dead_process, looked_at, recorded_run, say
+from tests.support.recorded_runs import (
+    add_row,
+    add_rows,
+    dead_process,
+    looked_at,
+    recorded_run,
+    say,
+)
 from tests.support.waiting import eventually
 
 anywidget = pytest.importorskip("anywidget")
-from kit.monitor.widget import STATIC, CellActivity, Monitor  # noqa: E402
+from kit.monitor.front_end import STATIC  # noqa: E402
+from kit.monitor.widget import CellActivity, Monitor  # noqa: E402
 
 
 @pytest.fixture
@@ -28,7 +36,7 @@ def show(monkeypatch):
     threads.
     """
     # The estimate takes seconds, and test_speed.py tests it, so it is skipped in this file.
-    monkeypatch.setattr("kit.monitor.speed.SpeedMonitor.refresh", lambda *_, **__: None)
+    monkeypatch.setattr("kit.monitor.speed.SpeedMonitor.update_comparison", lambda *_, **__: None)
     shown = []
 
     def monitor(run, **options) -> Monitor:
@@ -96,11 +104,32 @@ def test_widget_applies_zoom_smoothing_and_log_search(show, tmp_path):
     assert widget.failure == ""
 
 
+def test_widget_sends_only_shown_charts(show, tmp_path):
+    """A metric that the run does not have yet is sent when a step records it."""
+    run = recorded_run(tmp_path / "run", steps=100)
+    widget = show(run)
+    until(lambda: widget.frame["rows"] == 100)
+    assert widget.frame["charts"] == [chart["key"] for chart in widget.charts]
+    offered = {metric["key"]: metric["meaning"] for metric in widget.metrics}
+    assert "in nats per token" in offered["validation_loss"] and "hook/score" not in offered
+    say_to(widget, "charts", keys=["loss", "hook/score", "validation_loss", "loss"])
+    assert widget.frame["charts"] == ["loss", "validation_loss"]
+    assert widget.frame["smoothed"] == ["loss"]
+    assert unpack(widget)[1].shape == (3 * 2 + 1, 100)
+    add_row(run, 101, **{"hook/score": 0.25})
+    until(lambda: widget.frame["charts"] == ["loss", "hook/score", "validation_loss"])
+    assert unpack(widget)[1][3:6, -1].tolist() == [0.25] * 3
+    until(lambda: {"key": "hook/score", "meaning": ""} in widget.metrics)
+    say_to(widget, "charts", keys=[])
+    assert widget.frame["charts"] == [] and unpack(widget)[1].shape == (1, 101)
+    assert widget.failure == ""
+
+
 def test_widget_buttons_write_and_follow_requests(show, tmp_path):
     run = recorded_run(tmp_path / "run")
     widget = show(run)
     say_to(widget, "action", name="checkpoint")
-    until(lambda: read_asked(run.directory, "checkpoint"))
+    until(lambda: read_pending_request(run.directory, "checkpoint"))
     assert take_request(run.directory, "checkpoint")
     until(lambda: widget.facts["actions"]["checkpoint"]["taken_at"])
     say(run, JobState.RUNNING, step=400, process=dead_process())
@@ -162,7 +191,7 @@ def test_widget_heartbeat_needs_no_new_data(show, tmp_path, monkeypatch):
     monkeypatch.setattr("kit.monitor.widget.BEAT_S", 0.02)
     keep = lambda widget, content, **_: sent.setdefault(widget, []).append(content)  # noqa: E731
     monkeypatch.setattr(Monitor, "send", keep)
-    monkeypatch.setattr("kit.monitor.dashboard.Dashboard.look", lambda _: hangs.wait(60))
+    monkeypatch.setattr("kit.monitor.dashboard.Dashboard.update_status", lambda _: hangs.wait(60))
     ended = recorded_run(tmp_path / "ended")
     say(ended, JobState.FAILED, step=400)
     finished, running = show(ended), show(recorded_run(tmp_path / "run"))
@@ -317,11 +346,11 @@ def test_dashboard_retries_unreadable_new_attempt(tmp_path):
     recipe.write_text(whole[:40])
     say(run, JobState.RUNNING, attempt=2, step=100)
     for _ in range(2):
-        dashboard.look()
+        dashboard.update_status()
         facts = dashboard.facts()
         assert (facts["attempt"], facts["num_steps"]) == (2, 1000), "the last picture stays"
     recipe.write_text(whole)
-    dashboard.look()
+    dashboard.update_status()
     assert dashboard.facts()["num_steps"] == 2000
 
 
@@ -336,7 +365,7 @@ def test_new_attempt_keeps_the_viewers_settings(tmp_path):
     dashboard.start_action("checkpoint")
     run.recipe.replace(num_steps=6000).write(run.directory / "recipe.json")
     say(run, JobState.RUNNING, attempt=2, step=2000)
-    dashboard.look()
+    dashboard.update_status()
     after = dashboard.run_view
     assert after is not before and after.run is not before.run
     assert (before.run.recipe.num_steps, after.run.recipe.num_steps) == (5000, 6000)

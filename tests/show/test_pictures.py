@@ -207,6 +207,25 @@ def test_table_leaves_unknown_cells_empty() -> None:
     assert "<li>A &lt;note&gt;.</li>" in page and repr(table).startswith("Caption\nx    n")
 
 
+def test_table_from_columns_equals_table_of_rows() -> None:
+    """Numbers of NumPy arrays are shown as those of Python are."""
+    columns = {
+        "run": {"a": 1, "b": 2},
+        "tokens": np.array([1_234_567, 8]),
+        "loss": np.array([2.71828, np.nan], dtype=np.float32),
+        "done": np.array([True, False]),
+    }
+    rows = [
+        {"run": "a", "tokens": 1_234_567, "loss": 2.71828, "done": True},
+        {"run": "b", "tokens": 8, "loss": None, "done": False},
+    ]
+    table = Table.from_columns(columns, "Caption", ["A note."])
+    assert table._repr_html_() == Table(rows, "Caption", ["A note."])._repr_html_()
+    assert "1,234,567" in repr(table) and "2.718" in repr(table)
+    with pytest.raises(ValueError, match="shorter"):
+        Table.from_columns({"run": ["a", "b"], "loss": [2.7]})
+
+
 def test_text_columns_are_left_aligned() -> None:
     """JupyterLab aligns table cells to the right unless the cell's style sets an alignment."""
     text = "64 sequences on 512 devices leave at most 1 replica"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.show.results import format_value, row
+from kit.show.results import format_value, parameters_text, row, short_number
 
 
 def test_row_is_judged_by_its_limit() -> None:
@@ -22,3 +22,24 @@ def test_row_is_judged_by_its_limit() -> None:
 )
 def test_value_is_printed_to_three_digits(value: float, unit: str, text: str) -> None:
     assert format_value(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.4, "0.4"), (12.34, "12.3"), (989.4, "989"), (2250.0, "2,250")]
+)
+def test_short_number_has_no_exponent(value: float, text: str) -> None:
+    assert short_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("num_params", "text"),
+    [
+        (512, "512"),
+        (124_439_808, "124M"),
+        (999_885_952, "1B"),
+        (8_030_261_248, "8.03B"),
+        (1_006_700_000_000, "1.01T"),
+    ],
+)
+def test_parameters_text_has_a_suffix(num_params: int, text: str) -> None:
+    assert parameters_text(num_params) == text

@@ -10,7 +10,7 @@ import pytest
 from kit.data.workers import BuildProgress
 from kit.errors import kit_command
 from kit.monitor.runs import cell_text
-from kit.show.terminal import PlainConsole, Table, as_text, number
+from kit.show.terminal import PlainConsole, Table, as_text, format_number
 
 COLUMNS = ("run", "state", "tokens", "loss", "reason")
 LONG = "frontier-tensor-parallel-sweep-with-a-long-name"
@@ -46,7 +46,7 @@ def test_table_in_a_file_has_one_line_per_row() -> None:
 
 
 def test_huge_loss_is_printed_with_exponent() -> None:
-    told = [number(value, ".3f") for value in (2.5, -29618484.0, float("nan"), None)]
+    told = [format_number(value, ".3f") for value in (2.5, -29618484.0, float("nan"), None)]
     assert told == ["2.500", "-2.962e+07", "not finite", "–"]
     assert cell_text("loss", 29618484.0) == "2.962e+07"
     assert cell_text("tokens_per_s", 29618484.0) == "29,618,484"
@@ -64,6 +64,6 @@ def test_brackets_in_text_are_printed_literally(capsys) -> None:
     a dataset build are tested.
     """
     PlainConsole().print(MARKED)
-    BuildProgress(shown=True).say(MARKED)
+    BuildProgress(shown=True).log_line(MARKED)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [MARKED, MARKED]
     assert as_text(MARKED) == MARKED

@@ -1,7 +1,7 @@
 // Front end of the dashboard: draws the numbers that the kernel sends, and sends the user's requests to the kernel.
 // It is one module without imports. The kernel puts uPlot (an IIFE that defines `uPlot`) and numbers.js before it.
 
-// Colours and number format of each series. The kernel sends the names of the series in order, their titles, and whether each is smoothed.
+// Colours and number format of each default chart. The kernel sends the names of the series in order, and their titles.
 const LOOKS = { // logY: whether the "log y" button changes the y axis of this series
   loss: { light: "#0072B2", dark: "#56B4E9", format: loss, logY: true },
   mfu: { light: "#007A5A", dark: "#2BCB9A", format: (v) => (100 * v).toFixed(1) + " %", logY: false },
@@ -10,7 +10,9 @@ const LOOKS = { // logY: whether the "log y" button changes the y axis of this s
   learning_rate: { light: "#0072B2", dark: "#56B4E9", format: rate, logY: false },
   memory_bytes: { light: "#007A5A", dark: "#2BCB9A", format: bytes, logY: false },
 };
-const LARGE = 2; // Number of charts at the beginning that are drawn larger than the others.
+const LARGE = 2; // Number of default charts at the beginning that are drawn larger than the others.
+const COLOURS = [["#0072B2", "#56B4E9"], ["#007A5A", "#2BCB9A"], ["#9A4A78", "#E08FC0"], ["#B34D00", "#FF9A52"]]; // Colours, light and dark, of the charts that the user adds.
+const CHOICE = "kit-monitor-charts"; // Key in the browser's localStorage of the user's choice of charts, for all runs: names of added metrics and of hidden default charts.
 const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
 const ACTIONS = [
   ["checkpoint", "Checkpoint now", "Save a checkpoint at the next step and go on", false],
@@ -20,7 +22,7 @@ const ACTIONS = [
 ];
 const HEAT = { light: [[238, 243, 248], [158, 188, 218], [178, 60, 0]], dark: [[30, 38, 52], [86, 120, 160], [255, 190, 80]] }; // Colours of step times of 0.8, 1.1 and 1.4 times the median.
 const AXIS_NAMES = { step: "step", tokens: "tokens", time: "elapsed time" };
-const PARTS = { // Colours of the categories of the time of a run (PARTS in goodput.py).
+const PARTS = { // Colours of the categories of the time of a run (TIME_CATEGORIES in goodput.py).
   productive: "#009E73", repeated: "#D55E00", "first step": "#56B4E9", "start-up": "#0072B2", checkpoints: "#CC79A7", validation: "#E6C229",
   "between steps": "#8C8C8C", ending: "#8B6FB3", lost: "#C4162A", waiting: "#8884",
 };
@@ -55,9 +57,23 @@ function isDark(element) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+// Returns the user's choice of charts. Some pages, such as a notebook in a sandboxed frame, have no localStorage. There the choice lasts as long as the view.
+function storedChoice() {
+  let stored = null;
+  try { stored = JSON.parse(localStorage.getItem(CHOICE)); } catch { /* no localStorage, or a damaged text */ }
+  const names = (list) => (Array.isArray(list) ? list.filter((name) => typeof name === "string") : []);
+  return { added: names(stored?.added), hidden: names(stored?.hidden) };
+}
+function sameNames(a, b) { return JSON.stringify(a) === JSON.stringify(b); }
+function storeChoice(choice) {
+  try { localStorage.setItem(CHOICE, JSON.stringify(choice)); } catch { /* no localStorage */ }
+}
+
 function render({ model, el }) {
-  const panes = model.get("charts").map((chart) => ({ ...chart, ...LOOKS[chart.key] })); // Each pane has the key, the title and the smoothing of a chart, and its colours and format.
-  const root = make("section", "kit-monitor", el);
+  let panes = [], hosts = []; // The shown charts: key, title, colours and format of each, and its HTML elements. `showCharts` fills both.
+  const choice = storedChoice();
+  const pageNotice = model.get("page"); // Text that a page of `kit watch --html` shows. Such a page has no kernel, and its numbers do not change.
+  const root = make("section", "kit-monitor" + (pageNotice ? " kit-page" : ""), el);
   root.setAttribute("aria-label", "training run");
   const view = { axis: "step", start: null, end: null, log_x: false };
   const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), beat: {}, ended: false, asked: {}, frozen: false, number: 0, waiting: 0 };
@@ -94,7 +110,7 @@ function render({ model, el }) {
     tile[key].kind = make("span", "kit-small", box); // Text that says over which steps the number is taken.
   }
   const TILE_OF = { tokens_per_s: "speed", grad_norm: "grad", memory_bytes: "memory" };
-  const tileName = (key) => (key === "learning_rate" ? "Learning rate" : tile[TILE_OF[key] || key].box.firstChild.textContent);
+  const shortName = ({ key, title, isAdded }) => (isAdded || key === "learning_rate" ? title : tile[TILE_OF[key] || key].box.firstChild.textContent);
   const mfuBox = tile.mfu.box;
   mfuBox.type = "button";
   mfuBox.setAttribute("aria-expanded", "false");
@@ -124,9 +140,10 @@ function render({ model, el }) {
     return button;
   };
   const axisChoice = chooser("x", Object.entries(AXIS_NAMES), (v) => { view.axis = v; zoom(null, null); });
-  toggle("log x", "Logarithmic x axis", false, (on) => { view.log_x = on; ask(); });
+  // A page without a kernel hides the elements of class kit-live.
+  toggle("log x", "Logarithmic x axis", false, (on) => { view.log_x = on; ask(); }).classList.add("kit-live");
   toggle("log y", "Logarithmic loss and gradient norm", true, (on) => { state.logY = on; build(); });
-  const slide = make("label", "kit-choice", tools, "Smoothing ");
+  const slide = make("label", "kit-choice kit-live", tools, "Smoothing ");
   const slider = make("input", "", slide);
   Object.assign(slider, { type: "range", min: 0, max: 1, step: 0.005 });
   const slideValue = make("output", "kit-number", slide);
@@ -139,8 +156,8 @@ function render({ model, el }) {
   full.type = "button";
   full.title = "Show the whole run (Esc)";
   full.onclick = () => zoom(null, null);
-  toggle("table", "The charts' numbers as a table", false, (on) => { table.hidden = !on; showTable(); });
-  const acts = make("span", "kit-acts", tools);
+  toggle("table", "The charts' numbers as a table", false, (on) => { table.hidden = download.hidden = !on; showTable(); });
+  const acts = make("span", "kit-acts kit-live", tools);
   const buttons = {};
   for (const [action, text, title, dangerous] of ACTIONS) {
     const button = (buttons[action] = make("button", "kit-button" + (dangerous ? " kit-danger" : ""), acts, text));
@@ -156,7 +173,7 @@ function render({ model, el }) {
       showActions();
     };
   }
-  const history = make("div", "kit-muted kit-history", root);
+  const history = make("div", "kit-muted kit-history kit-live", root);
   history.setAttribute("role", "status");
 
   // --- alerts: below the buttons, so that a new alert does not move a button that the user is about to press
@@ -167,27 +184,87 @@ function render({ model, el }) {
   let allAlerts = false;
 
   // --- charts
-  const legend = make("p", "kit-muted kit-legend", root);
+  const above = make("div", "kit-above", root), legend = make("p", "kit-muted kit-legend", above);
+  const addition = make("select", "kit-add", above);
+  addition.setAttribute("aria-label", "Add a curve");
+  addition.onchange = () => {
+    const key = addition.value;
+    if (choice.hidden.includes(key)) choice.hidden = choice.hidden.filter((name) => name !== key);
+    else choice.added = [...choice.added, key];
+    changeCharts();
+  };
   function showLegend() {
     const weightOfPast = state.frame.smoothing || 0;
     say(legend, [
       "Charts: pale = each step", weightOfPast ? `line = smoothed over ${smoothedSteps(weightOfPast)} (learning rate and memory: each step)` : "line = each step",
-      "○ = validation loss", numOthers() ? "dashed curve = another run" + (weightOfPast ? ", smoothed" : "") : "",
+      "○ = validation loss" + (panes.some((_, i) => isSparse(i)) ? ", or another number that few steps have" : ""), numOthers() ? "dashed curve = another run" + (weightOfPast ? ", smoothed" : "") : "",
     ].filter(Boolean).join("; ") + ".");
   }
   const grid = make("div", "kit-grid", root);
-  const hosts = panes.map(({ key, title }, i) => {
-    const figure = make("figure", "kit-chart" + (i < LARGE ? " kit-large" : ""), grid);
-    const caption = make("figcaption", "", figure);
-    make("span", "", caption, title);
+  const defaults = () => model.get("charts"), metrics = () => model.get("metrics") || [];
+  // Returns the charts that the user wants and the run has: default charts that are not hidden, then added ones in the order in which they were added.
+  function wantedCharts() {
+    const own = defaults().map((chart, i) => ({ ...chart, ...LOOKS[chart.key], isLarge: i < LARGE })).filter(({ key }) => !choice.hidden.includes(key));
+    const added = choice.added.filter((key) => metrics().some((metric) => metric.key === key)).map((key, i) => {
+      const [light, dark] = COLOURS[i % COLOURS.length];
+      return { key, title: key, light, dark, format: /_bytes$/.test(key) ? bytes : number, logY: false, isLarge: false, isAdded: true };
+    });
+    return [...own, ...added];
+  }
+  let askedCharts = null; // Names of the charts whose numbers the kernel sends, or soon will send.
+  // Shows the wanted charts, and asks the kernel for their numbers, if they are not the present ones.
+  function showCharts(isUsers = false) {
+    const wanted = wantedCharts(), keys = wanted.map(({ key }) => key);
+    showAddition(keys);
+    if (hosts.length && sameNames(keys, panes.map(({ key }) => key))) return;
+    state.hover = null;
+    state.plots.forEach((plot) => plot.destroy());
+    state.plots = [];
+    panes = wanted;
+    hosts = panes.map(makeHost);
+    grid.replaceChildren(...hosts.map(({ figure }) => figure));
+    root.dataset.charts = keys.length;
+    askedCharts ??= model.get("frame")?.charts;
+    if (!sameNames(keys, askedCharts)) expect(send({ type: "charts", keys: (askedCharts = keys) }), isUsers);
+    if (state.rows) build(); // The first frame builds the first charts.
+    if (state.facts.state) showTiles(state.facts);
+  }
+  function changeCharts() {
+    storeChoice(choice);
+    showCharts(true);
+    addition.focus(); // The pressed button of a hidden chart no longer exists.
+  }
+  function showAddition(shown) {
+    const options = [...defaults(), ...metrics().map(({ key, meaning }) => ({ key, title: key, meaning }))].filter(({ key }) => !shown.includes(key));
+    const now = JSON.stringify(options);
+    if (addition.dataset.options === now) return; // A new list would close a list that the user has opened.
+    addition.dataset.options = now;
+    addition.replaceChildren(make("option", "", null, "Add a curve"), ...options.map(({ key, title, meaning }) => Object.assign(make("option", "", null, title), { value: key, title: meaning || "" })));
+    addition.firstChild.disabled = true;
+    addition.disabled = !options.length;
+    addition.title = options.length ? "Draw another number of metrics.jsonl, or a chart that was hidden" : "The run has no other numbers";
+    addition.selectedIndex = 0;
+  }
+  function makeHost({ key, title, isLarge }, i) {
+    const figure = make("figure", "kit-chart" + (isLarge ? " kit-large" : "")), caption = make("figcaption", "", figure);
+    make("span", "kit-title", caption, title).title = metrics().find((metric) => metric.key === key)?.meaning || title;
     const last = make("span", "kit-last", caption);
+    const hide = make("button", "kit-hide", caption, "×");
+    hide.type = "button";
+    hide.title = "Hide this chart";
+    hide.setAttribute("aria-label", "Hide " + title);
+    hide.onclick = () => {
+      if (choice.added.includes(key)) choice.added = choice.added.filter((name) => name !== key);
+      else choice.hidden = [...choice.hidden, key];
+      changeCharts();
+    };
     const plot = make("div", "kit-plot", figure);
     plot.tabIndex = 0;
     plot.setAttribute("role", "img");
     plot.onmousemove = (event) => { state.hover = { pane: i, x: event.clientX, y: event.clientY }; showHover(); };
     plot.onmouseleave = () => { state.hover = null; showHover(); };
-    return { key, plot, last };
-  });
+    return { key, figure, plot, last };
+  }
 
   // --- numbers under the pointer: a layer above the view, which moves no other element
   const hover = make("table", "kit-hover", root);
@@ -198,12 +275,12 @@ function render({ model, el }) {
     if (hover.hidden) return;
     const row = (texts, className) => { const line = make("tr", className, null); texts.forEach((text, k) => make(k ? "td" : "th", "", line, text)); return line; };
     const lines = [row([placeOf(at), "each step", state.frame.smoothing ? "smoothed" : ""], "kit-hover-head")];
-    panes.forEach(({ key, format, smoothed: isSmoothed }, i) => {
+    panes.forEach(({ key, format }, i) => {
       const [, low, high, average, validation, ...others] = dataOf(i), known = (v) => (v == null ? "–" : format(v)), here = i === pane ? "kit-here" : "";
-      const least = known(low[at]), most = known(high[at]), raw = least === most ? least : `${least} … ${most}`;
-      const smoothed = state.frame.smoothing && isSmoothed ? known(average[at]) : "";
-      lines.push(row([tileName(key), raw, smoothed], here));
-      if (i) return;
+      const least = known(low[at] ?? (isSparse(i) ? average[at] : null)), most = known(high[at]), raw = least === most || high[at] == null ? least : `${least} … ${most}`;
+      const smoothed = state.frame.smoothing && isSmoothed(key) ? known(average[at]) : "";
+      lines.push(row([shortName(panes[i]), raw, smoothed], here));
+      if (key !== "loss") return;
       let last = at;
       while (last >= 0 && validation[last] == null) last--;
       if (last >= 0) lines.push(row([last === at ? "○ validation" : `○ validation, ${placeOf(last)}`, known(validation[last]), ""], here));
@@ -242,6 +319,29 @@ function render({ model, el }) {
     });
   }
 
+  const download = make("button", "kit-button kit-download", root, "Download as CSV");
+  download.type = "button";
+  download.title = "All numbers that the charts show now, one line per pixel";
+  download.hidden = true;
+  download.onclick = () => {
+    if (!state.rows) return;
+    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(new Blob([csvText(csvColumns())], { type: "text/csv" })), download: `${state.facts.name || "run"}.csv` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // The browser reads the text after the click.
+  };
+  // Returns the columns [name, values] of the shown charts. A pixel may contain several steps, so a chart has its least and largest value.
+  function csvColumns() {
+    const columns = [[state.frame.axis, state.rows[0]]];
+    panes.forEach(({ key }, i) => {
+      const [, low, high, line, validation, ...others] = dataOf(i);
+      columns.push([`${key}, least`, low], [`${key}, largest`, high], [`${key}, ${isSmoothed(key) ? "smoothed" : "line"}`, line]);
+      if (key !== "loss") return;
+      columns.push(["validation_loss", validation]);
+      state.frame.others.forEach((label, k) => columns.push([`${label}, loss`, rawOfOther(k)], [`${label}, loss, smoothed`, others[k]]));
+    });
+    return columns;
+  }
+
   // --- ranks and log
   const low = make("div", "kit-low", root);
   const rankFigure = make("figure", "kit-chart", low);
@@ -250,7 +350,7 @@ function render({ model, el }) {
   heat.setAttribute("role", "img");
   const rankScale = make("div", "kit-muted kit-scale", rankFigure);
   const split = make("table", "kit-split", rankFigure);
-  const logFigure = make("figure", "kit-chart kit-logs", low);
+  const logFigure = make("figure", "kit-chart kit-logs kit-live", low);
   const logHead = make("figcaption", "", logFigure);
   make("span", "", logHead, "Log");
   const rankLabel = make("label", "kit-choice", logHead, "rank ");
@@ -303,10 +403,11 @@ function render({ model, el }) {
     if (state.frozen) { state.frozen = false; showNotice(); }
   }
   function ask(isUsers = true) {
-    const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
+    const width = numPixels();
     expect(send({ type: "view", ...view, width }), isUsers);
     full.disabled = view.start == null;
   }
+  function numPixels() { return Math.round((hosts[0] || { plot: grid }).plot.clientWidth * (window.devicePixelRatio || 1)); }
   function zoom(start, end) {
     view.start = start;
     view.end = end;
@@ -322,16 +423,17 @@ function render({ model, el }) {
     state.plots = hosts.map(makePlot);
     draw();
   }
-  function size(host, i) { return { width: Math.max(100, host.plot.clientWidth), height: i < LARGE ? 230 : 120 }; }
+  function size(host, i) { return { width: Math.max(100, host.plot.clientWidth), height: panes[i].isLarge ? 230 : 120 }; }
   function makePlot(host, i) {
     const { key, light, dark, logY } = panes[i];
     const colour = state.dark ? dark : light, log = state.logY && logY;
     const grey = state.dark ? "#c4c4c4" : "#505050", faint = state.dark ? "#ffffff18" : "#00000014";
     const axis = { stroke: grey, font: "11px system-ui, sans-serif", grid: { stroke: faint, width: 1 }, ticks: { show: false }, gap: 4 };
     const line = { stroke: colour + "50", width: 0.8, points: { show: false } };
-    const series = [{}, line, line, { stroke: colour, width: 1.8, points: { show: false } }];
+    const circles = { stroke: colour, paths: () => null, points: { show: true, filter: apart, size: 6, width: 1.6, stroke: state.dark ? "#fff" : "#222", fill: state.dark ? "#111" : "#fff" } };
+    const series = [{}, line, isSparse(i) ? circles : line, { stroke: colour, width: 1.8, points: { show: false } }];
     if (key === "loss") {
-      series.push({ stroke: colour, paths: () => null, points: { show: true, filter: apart, size: 6, width: 1.6, stroke: state.dark ? "#fff" : "#222", fill: state.dark ? "#111" : "#fff" } });
+      series.push(circles);
       for (const _ of state.frame.others || []) series.push({ stroke: grey, width: 1.3, dash: [6, 4], points: { show: false } });
     }
     const yRange = (u, a, b) => {
@@ -355,9 +457,9 @@ function render({ model, el }) {
       },
       axes: [
         { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 70)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
-        { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, i < LARGE ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(digits(vs)) : "0") : short(v))), filter: (u, vs) => vs },
+        { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, panes[i].isLarge ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : /_bytes$/.test(key) ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(digits(vs)) : "0") : short(v, significant(vs)))), filter: (u, vs) => vs },
       ],
-      series, bands: [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
+      series, bands: isSparse(i) ? [] : [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
       hooks: {
         setSelect: [(u) => {
           if (u.select.width <= 5) return;
@@ -438,18 +540,24 @@ function render({ model, el }) {
     }
     ctx.restore();
   }
-  function bandOf(key) { return ((state.facts.speed || {}).band || {})[key]; }
-  function bandInWords(key) { return `${state.facts.speed.label}: ${bandOf(key).map(LOOKS[key].format).join(" to ")}`; }
+  function bandOf(key) { // Returns the expected range of a speed. The band also has the number of its attempt.
+    const band = (state.facts.speed || {}).band || {};
+    return Object.hasOwn(band, key) && Array.isArray(band[key]) ? band[key] : null;
+  }
+  function bandInWords(key) { return `${state.facts.speed.label}: ${bandOf(key).map((v) => panes.find((pane) => pane.key === key).format(v)).join(" to ")}`; }
+  function isSmoothed(key) { return (state.frame.smoothed || []).includes(key); }
+  function isSparse(i) { return !!panes[i].isAdded && (state.frame.charts || []).includes(panes[i].key) && !isSmoothed(panes[i].key); }
+  function numRows() { return 3 * (state.frame.charts || []).length; } // Rows of all charts. The rows of validation and other runs follow.
   function dataOf(i) {
-    const rows = state.rows, first = 1 + 3 * i, count = panes.length * 3;
-    const data = [rows[0], rows[first], rows[first + 1], rows[first + 2]];
-    return i ? data : [...data, ...rows.slice(1 + count, 2 + count + numOthers())]; // Chart 0 also shows the validation loss and the smoothed losses of other runs.
+    const rows = state.rows, { key } = panes[i], at = state.frame.charts.indexOf(key), first = 1 + 3 * at;
+    const data = at < 0 ? [rows[0], ...[0, 1, 2].map(() => rows[0].map(() => null))] : [rows[0], ...rows.slice(first, first + 3)]; // The kernel has not sent the numbers of a chart that was just added.
+    return key === "loss" ? [...data, ...rows.slice(1 + numRows(), 2 + numRows() + numOthers())] : data; // The chart of the loss also shows the validation loss and the smoothed losses of other runs.
   }
   function numOthers() { return (state.frame.others || []).length; }
-  function rawOfOther(k) { return state.rows[2 + 3 * panes.length + numOthers() + k]; }
+  function rawOfOther(k) { return state.rows[2 + numRows() + numOthers() + k]; }
   // A pixel may contain several steps. Its `x` is the last of them.
   function placeOf(at) {
-    const [x, low, high] = dataOf(0), several = state.frame.axis === "step" && at && low[at] !== high[at] && x[at] > x[at - 1] + 1;
+    const [x, low, high] = state.rows, several = numRows() && state.frame.axis === "step" && at && low[at] !== high[at] && x[at] > x[at - 1] + 1;
     return several ? `steps ${whole(x[at - 1] + 1)} to ${whole(x[at])}` : place(x[at]);
   }
   function place(x) { return `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x)}`; }
@@ -460,10 +568,10 @@ function render({ model, el }) {
     state.plots.forEach((plot, i) => {
       const data = dataOf(i);
       plot.setData(data);
-      const { key, title, format, smoothed } = panes[i], value = lastOf(data[3]);
+      const { key, title, format } = panes[i], value = lastOf(data[3]);
       let label = `${title}: `;
       if (value == null) label += "no data";
-      else label += `${smoothed ? "smoothed " : ""}${format(value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`;
+      else label += `${isSmoothed(key) ? "smoothed " : ""}${format(value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`;
       if (bandOf(key)) label += `; ${bandInWords(key)}`;
       hosts[i].plot.setAttribute("aria-label", label);
     });
@@ -480,12 +588,12 @@ function render({ model, el }) {
     if (!frame) return;
     hear();
     answered(frame.heard);
-    const rebuild = String(frame.others) !== String(state.frame.others) || frame.log_x !== state.frame.log_x;
+    const layoutOf = ({ others, log_x, charts, smoothed }) => JSON.stringify([others, log_x, charts, smoothed]), rebuild = layoutOf(frame) !== layoutOf(state.frame);
     state.frame = frame;
     state.rows = unpack(model.get("window"), frame.n);
     showLegend();
     if (document.activeElement !== slider && frame.smoothing != null) { slider.value = -Math.log10(1 - frame.smoothing) / 3; showWeight(); }
-    if (rebuild) build(); else draw();
+    if (rebuild || !state.plots.length) build(); else draw();
     showNotice();
   }
   function onFacts() {
@@ -531,7 +639,8 @@ function render({ model, el }) {
     put("grad", numberOf(f, "grad_norm", norm), last);
     put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "", last);
     // The learning rate has no tile, so its number is written beside its chart. All other charts have a tile.
-    hosts.find(({ key }) => key === "learning_rate").last.textContent = f.learning_rate == null ? "" : `last step ${rate(f.learning_rate)}`;
+    const rateHost = hosts.find(({ key }) => key === "learning_rate");
+    if (rateHost) rateHost.last.textContent = f.learning_rate == null ? "" : `last step ${rate(f.learning_rate)}`;
   }
   let shownBand = "";
   function showSpeed(o) {
@@ -570,12 +679,14 @@ function render({ model, el }) {
     say(history, lines.join("   ·   "));
   }
   function showNotice() {
-    const silent = Date.now() - state.heard > SILENT_AFTER_MS, stale = (silent || hasEnded()) && !state.facts.final;
+    const silent = Date.now() - state.heard > SILENT_AFTER_MS, stale = (silent || hasEnded()) && !state.facts.final && !pageNotice;
     root.classList.toggle("kit-stale", stale);
     say(notice, noticeInWords(silent && !state.facts.final));
   }
   function noticeInWords(silent) {
     const f = state.facts, since = duration((Date.now() - state.heard) / 1000);
+    const skipped = f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "", remarks = [f.unreadable_note, skipped];
+    if (pageNotice) return [pageNotice, ...remarks].filter(Boolean).join("; ");
     if (hasEnded()) return f.final
       ? "the kernel was restarted or has ended. To zoom or to resume, run this cell again."
       : "not live: the kernel was restarted or has ended. Run this cell again.";
@@ -590,8 +701,7 @@ function render({ model, el }) {
     if (!f.final && state.beat.looked_s_ago > OLD_AFTER_S) return `the state is ${duration(state.beat.looked_s_ago)} old: the file system or the scheduler does not answer.`;
     if (f.as_of) return `as of ${f.as_of} ago: not connected`;
     if (f.failure) return `view: ${f.failure}`;
-    const skipped = f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
-    return [f.unreadable_note, skipped].filter(Boolean).join("; ");
+    return remarks.filter(Boolean).join("; ");
   }
   let shownAlerts = "";
   function onAlerts() {
@@ -677,7 +787,7 @@ function render({ model, el }) {
 
   const drawFrame = () => later(onFrame);
   const handlers = {
-    "change:frame": drawFrame, "change:window": drawFrame, "change:facts": () => { onFacts(); onHeat(); }, "change:alerts": onAlerts,
+    "change:frame": drawFrame, "change:window": drawFrame, "change:facts": () => { onFacts(); onHeat(); }, "change:alerts": onAlerts, "change:metrics": () => showCharts(),
     "change:heat": onHeat, "change:log": showLog, "msg:custom": onMessage,
   };
   for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
@@ -685,7 +795,7 @@ function render({ model, el }) {
   const fit = () => state.plots.forEach((plot, i) => { const wanted = size(hosts[i], i); if (hosts[i].plot.clientWidth && plot.width !== wanted.width) plot.setSize(wanted); });
   const resize = () => {
     fit();
-    const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
+    const width = numPixels();
     if (width && width !== asked) { asked = width; ask(false); }
   };
   let asked = 0;
@@ -695,7 +805,7 @@ function render({ model, el }) {
   const themes = new MutationObserver(() => later(retheme)); // The theme is read in the next frame, when the page has the styles and the layout of the new theme.
   themes.observe(document.body, { attributes: true });
   const timer = setInterval(() => { showNotice(); fit(); }, 1000);
-  requestAnimationFrame(() => { build(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); });
+  requestAnimationFrame(() => { showCharts(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); });
   return () => {
     clearInterval(timer);
     clearTimeout(busyTimer);

@@ -1,18 +1,19 @@
 // Functions of the dashboard that write numbers, place ticks, and unpack the numbers from the kernel. The kernel puts this file before dashboard.js.
 
-function short(v) {
+function short(v, significantDigits = 3) {
   if (v == null || !isFinite(v)) return "–";
   const a = Math.abs(v);
   if (a >= 1e15) return v.toExponential(0);
   for (const [size, unit] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]])
-    if (a >= size) return +(v / size).toPrecision(3) + unit;
-  return String(+v.toPrecision(3));
+    if (a >= size) return +(v / size).toPrecision(significantDigits) + unit;
+  return String(+v.toPrecision(significantDigits));
 }
 // Returns a loss as text: with three decimals, or with four digits and an exponent if it would not fit into a tile.
 function loss(v) { return Math.abs(v) < 1e4 ? v.toFixed(3) : v.toExponential(3); }
 function rate(v) { return v === 0 ? "0" : v >= 0.1 && v < 1000 ? String(+v.toPrecision(3)) : v.toExponential(2); }
 function norm(v) { return Math.abs(v) < 1e6 ? String(+v.toPrecision(3)) : v.toExponential(2); }
 function bytes(v) { return v >= 2 ** 30 ? +(v / 2 ** 30).toPrecision(3) + " GiB" : +(v / 2 ** 20).toPrecision(3) + " MiB"; }
+function number(v) { const a = Math.abs(v); return a && (a >= 1e6 || a < 1e-3) ? v.toExponential(3) : String(+v.toPrecision(4)); }
 function whole(v) { return v == null ? "–" : Math.round(v).toLocaleString("en"); }
 function duration(s) {
   if (s == null || !isFinite(s)) return "–";
@@ -40,12 +41,24 @@ function splits(low, high, log, most) {
   return found;
 }
 
+// Returns columns [name, values] as the text of a CSV file. The names may come from another user, so an apostrophe before a name keeps a spreadsheet
+// from reading it as a formula.
+function csvText(columns) {
+  const quoted = (name) => `"${(/^\s*[=+\-@]/.test(name) ? "'" : "") + name.replaceAll(/\p{C}/gu, "\ufffd").replaceAll('"', '""')}"`;
+  const digits = (v, column) => (v == null ? "" : column ? +v.toPrecision(7) : v); // Column 0 has places in float64. All other columns are float32.
+  const lines = columns[0][1].map((_, i) => columns.map(([, values], column) => digits(values[i], column)));
+  return [columns.map(([name]) => quoted(name)), ...lines].map((line) => line.join(",") + "\n").join("");
+}
+
 // Returns the number of decimals with which all `values`, written with an exponent, differ.
 function digits(values) { return [1, 2, 3].find((n) => new Set(values.map((v) => v?.toExponential(n))).size === values.length) ?? 4; }
 
+// Returns the number of significant digits, at least 3, with which all `values` differ.
+function significant(values) { return [3, 4, 5, 6, 7].find((n) => new Set(values.map((v) => v?.toPrecision(n))).size === new Set(values).size) ?? 8; }
+
 // Returns tick positions as `splits` does. For bytes, the positions are round numbers of MiB or GiB.
 function ticks(low, high, log, most, key) {
-  const unit = key !== "memory_bytes" ? 1 : high >= 2 ** 30 ? 2 ** 30 : 2 ** 20;
+  const unit = !/_bytes$/.test(key) ? 1 : high >= 2 ** 30 ? 2 ** 30 : 2 ** 20;
   return splits(low / unit, high / unit, log, most).map((v) => v * unit);
 }
 
