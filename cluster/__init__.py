@@ -2,10 +2,11 @@
 standard library, so that it starts fast on any machine with Python.
 """
 
+import os
 import sys
 
-# `python -m MODULE` puts the working directory first on sys.path. Python would then import a user's
-# token.py in place of its own. The working directory is therefore moved to the end of sys.path,
-# where it shadows no module. While Python imports the packages of MODULE, sys.argv[0] is "-m".
-if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-    sys.path.append(sys.path.pop(0))
+# The first lines of `kit/__init__.py` say why.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "kit" not in sys.modules:
+    _first = sys.path.pop(0)
+    if _first == os.path.dirname(os.path.dirname(__file__)):
+        sys.path.append(_first)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.directory_handle import RunDirectory, retry_disk
-from cluster.files import FULL, RESERVE, RESERVE_BYTES, opened, say, write_atomic
-from cluster.logs import last_words, log_tail
+from cluster.files import FULL, RESERVE, RESERVE_BYTES, open_for_reading, print_line, write_atomic
+from cluster.logs import end_reason, log_tail
 from cluster.ownership import refuse_other_owner
 from cluster.process import Process
 from cluster.record import kit_command
@@ -26,10 +26,9 @@ from cluster.state import (
     JobState,
     RunState,
     SchedulerJob,
-    ask,
     is_stop_requested,
     last_attempt,
-    locked,
+    lock_state,
     log_path,
     read_state,
     record_event,
@@ -38,6 +37,7 @@ from cluster.state import (
     state_to_change,
     update_state,
     write_exit,
+    write_request,
 )
 from cluster.status import is_alive, read_status, watch_silent
 
@@ -84,7 +84,7 @@ def claim_attempt(run_dir: Path) -> int:
     # `watch_silent` waits for a new heartbeat of a running job. The lock is taken later, since the
     # running job needs it to write its heartbeat.
     watch_silent([run_dir])
-    with locked(run_dir):
+    with lock_state(run_dir):
         refuse_live(run_dir)
         return _begin(run_dir, state=JobState.QUEUED, process=Process.current())
 
@@ -166,7 +166,7 @@ def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
     Raises:
         StaleAttemptError: Another process has begun a newer attempt.
     """
-    with locked(run_dir):
+    with lock_state(run_dir):
         refuse_stale(run_dir, attempt)
         return _begin(
             run_dir,
@@ -183,7 +183,7 @@ def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
 
     The job may have started before this call. Fields that the job has written are kept.
     """
-    with locked(run_dir):
+    with lock_state(run_dir):
         state = state_to_change(run_dir)
         if state is None or state.attempt != attempt or state.scheduler_job is not None:
             return
@@ -202,7 +202,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
     Raises:
         JobError: The run directory belongs to another job, which has not ended.
     """
-    with locked(run_dir):
+    with lock_state(run_dir):
         state = state_to_change(run_dir)
         known = state.scheduler_job if state else None
         follows = os.environ.get(FOLLOWS)
@@ -234,7 +234,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         # Slurm itself requeued the job after a person had asked it to stop. `_begin` has deleted
         # this request, whether or not the trainer had taken it, so it is written again.
         if told:
-            ask(run_dir, "stop")
+            write_request(run_dir, "stop")
         return attempt
 
 
@@ -249,7 +249,9 @@ def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> Non
         home.check()
         retry_disk(lambda: write_end(home.run_dir, attempt, outcome), home)
     except (JobError, OSError) as error:
-        say(f"the end of attempt {attempt} ({outcome.reason}) could not be recorded: {error}")
+        print_line(
+            f"the end of attempt {attempt} ({outcome.reason}) could not be recorded: {error}"
+        )
 
 
 def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
@@ -265,7 +267,7 @@ def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
     rank = outcome.failing_rank
     reason = outcome.reason
     tail = "" if rank is None else log_tail(log_path(run_dir, attempt, rank))
-    if said := last_words(tail):
+    if said := end_reason(tail):
         reason = f"{reason}: {said}"
     report = ExitReport(
         attempt=attempt,
@@ -298,7 +300,7 @@ def _contents(files: list[Path]) -> dict[Path, bytes]:
     """
     found = {}
     for file in files:
-        with contextlib.suppress(OSError), opened(file) as stream:
+        with contextlib.suppress(OSError), open_for_reading(file) as stream:
             found[file] = stream.read()
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.files import FULL, say
+from cluster.files import FULL, print_line
 from cluster.process import END_SIGNALS
 from cluster.state import JobError
 
@@ -87,7 +87,7 @@ def retry_disk(action: Callable[[], Result], home: RunDirectory | None = None) -
         except OSError as error:
             if error.errno in FULL or (home is not None and home.why_lost()):
                 raise
-            say(f"{error}: next try in {delay_s:g} s")
+            print_line(f"{error}: next try in {delay_s:g} s")
             deadline = time.monotonic() + delay_s
             while time.monotonic() < deadline:
                 if END_SIGNALS & signal.sigpending():

@@ -42,7 +42,7 @@ its end. The record contains 16 KB of a log, up to six times as many bytes in JS
 sentences. An attempt cannot begin on a disk with less free space."""
 
 
-def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
+def open_for_reading(file: Path, *, follows: bool = False) -> io.BufferedReader:
     """Returns a stream that reads a file. With `follows`, the file may be a symbolic link.
 
     Raises:
@@ -72,7 +72,7 @@ def read_small(file: Path, *, limit_bytes: int = RECORD_BYTES, follows: bool = F
     Raises:
         OSError: The file is missing, is not a plain file, or is larger than `limit_bytes`.
     """
-    with opened(file, follows=follows) as stream:
+    with open_for_reading(file, follows=follows) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > limit_bytes:
             raise OSError(
@@ -83,7 +83,7 @@ def read_small(file: Path, *, limit_bytes: int = RECORD_BYTES, follows: bool = F
         return stream.read(size)  # `read` allocates `size` bytes at once.
 
 
-def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
+def open_for_appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
     """Returns an unbuffered stream that appends to a file. A missing file is created with the
     permissions `mode`, less those that the umask removes.
 
@@ -109,7 +109,7 @@ def lock_file(file: Path) -> io.FileIO:
     Raises:
         OSError: The file is a link, a pipe or a device, or has further hard links.
     """
-    stream = appending(file, mode=0o600)
+    stream = open_for_appending(file, mode=0o600)
     # Lock files of older versions of the kit can be read by other users.
     with contextlib.suppress(OSError):
         if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
@@ -117,7 +117,7 @@ def lock_file(file: Path) -> io.FileIO:
     return stream
 
 
-def is_locked(file: io.FileIO | int, wait_s: float) -> bool:
+def try_lock(file: io.FileIO | int, wait_s: float) -> bool:
     """Tries to lock an open file or folder for at most `wait_s` seconds. Returns whether the caller
     has the lock now.
 
@@ -143,7 +143,7 @@ def append_lines(file: Path, lines: bytes) -> None:
     Raises:
         OSError: The file is a link, a pipe or a device, or has further hard links.
     """
-    with appending(file) as stream:
+    with open_for_appending(file) as stream:
         stream.write(line_break(stream) + lines)
 
 
@@ -175,12 +175,12 @@ def write_atomic(file: Path, content: str | bytes) -> None:
     """
     if isinstance(content, str):
         content = content.encode()
-    with replacement(file) as stream:
+    with replace_atomically(file) as stream:
         stream.write(content)
 
 
 @contextlib.contextmanager
-def replacement(file: Path) -> Iterator[BinaryIO]:
+def replace_atomically(file: Path) -> Iterator[BinaryIO]:
     """Yields a stream. At the end of the block, the content of the stream replaces the content of
     `file` by atomic rename. If the block raises an error, `file` does not change.
 
@@ -200,7 +200,7 @@ def replacement(file: Path) -> Iterator[BinaryIO]:
         raise
 
 
-class Words(io.FileIO):
+class ErrorIgnoringOutput(io.FileIO):
     """An open file for the output of a process. If the disk is full or the file system fails, it
     discards the output and raises no error.
     """
@@ -211,13 +211,15 @@ class Words(io.FileIO):
         return len(words)
 
 
-def outlive_log() -> None:
+def ignore_output_errors() -> None:
     """Replaces stdout and stderr, so that this process continues if its output cannot be
     written.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
-        words = Words(number, "w", closefd=False)  # Output is not buffered, as with `python -u`.
-        setattr(sys, name, io.TextIOWrapper(words, "utf-8", "backslashreplace", write_through=True))
+        # Output is not buffered, as with `python -u`.
+        output = ErrorIgnoringOutput(number, "w", closefd=False)
+        text = io.TextIOWrapper(output, "utf-8", "backslashreplace", write_through=True)
+        setattr(sys, name, text)
 
 
 def why_full(folder: Path) -> str | None:
@@ -282,7 +284,7 @@ def other_writers(folder: Path) -> str | None:
     return f"group {group.gr_name}"
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line. Ignores errors of the output stream, such as a closed pipe or a full disk."""
     with contextlib.suppress(OSError):
         print(text, flush=True)

@@ -2,8 +2,9 @@
 
     state.json                heartbeat of the job: rank 0 writes it after each step, the
                               supervisor before the first step (`StartWatch`)
-    ranks/rank_00003.json     heartbeat of one rank, which the rank writes: up to MANY ranks
-    ranks/all.jsonl           heartbeats of more ranks, one line each, which rank 0 gathers every
+    ranks/rank_00003.json     heartbeat of one rank, which the rank writes: up to
+    MAX_RANKS_WITH_FILES ranks ranks/all.jsonl           heartbeats of more ranks, one line
+    each, which rank 0 gathers every
                               GATHER_EVERY_S
 
 With 3,072 ranks, one file per rank and second would cost 15,000 metadata operations per second.
@@ -27,11 +28,11 @@ from cluster.files import read_small, write_atomic
 from cluster.record import Record, field_doc
 from cluster.state import JobState, RunState, read_state, update_state
 
-MANY = 64
+MAX_RANKS_WITH_FILES = 64
 """Largest number of ranks of a job in which each rank has separate files: its heartbeat and, under
 Slurm, its log."""
 GATHER_EVERY_S = 10.0
-PARTS = ("data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s")
+STEP_PHASES = ("data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s")
 """Columns of metrics.jsonl with the duration of each phase of a step, in seconds. `waiting_s`, the
 wait for other ranks or the network, is also contained in the other phases."""
 START_BEAT_S = 5.0
@@ -74,7 +75,8 @@ class RankHeartbeat(Record):
         default=None,
     )
     parts_s: tuple[float | None, ...] = field_doc(
-        "median duration of each phase over the last steps, in seconds, in the order of PARTS",
+        "median duration of each phase over the last steps, in seconds, in the order of"
+        " STEP_PHASES",
         default=(),
     )
     own_s: float | None = field_doc(
@@ -108,7 +110,7 @@ def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
         lines = read_small(folder / "all.jsonl").splitlines()
     gathered = [RankHeartbeat.parsed(line) for line in lines]
     beats = [beat for beat in gathered if beat and beat.attempt == attempt]
-    if not beats:  # A run of at most MANY ranks has one file per rank.
+    if not beats:  # A run of at most MAX_RANKS_WITH_FILES ranks has one file per rank.
         written = [RankHeartbeat.read_or_none(file) for file in folder.glob("rank_*.json")]
         beats = [beat for beat in written if beat and beat.attempt == attempt]
     return sorted(beats, key=lambda beat: beat.rank)

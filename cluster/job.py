@@ -21,7 +21,7 @@ from typing import Self
 
 from cluster import poll
 from cluster.attempts import AttemptOutcome, write_end
-from cluster.files import opened
+from cluster.files import open_for_reading
 from cluster.login import mirror
 from cluster.ownership import Owned
 from cluster.record import (
@@ -41,10 +41,10 @@ from cluster.state import (
     JobState,
     Request,
     StaleAttemptError,
-    ask,
     last_attempt,
     read_history,
     read_state,
+    write_request,
 )
 from cluster.status import JobStatus as JobStatus
 from cluster.status import is_alive, why_unknown
@@ -68,8 +68,9 @@ def check_command_line(argv: tuple[str, ...], path: str) -> None:
     pairs = [f"{word} {following}" for word, following in itertools.pairwise([*argv, ""])]
     if any(SECRET_VALUE.search(pair) for pair in pairs):
         raise ConfigError(
-            f"{path}: a word looks like a secret, which all who read the run directory could read."
-            " Leave it out and export it where you submit from: the job inherits it."
+            f"{path}: a word of the command looks like a secret, and everyone who may read the run"
+            " directory could read it there. Leave it out, and export it as a variable in the shell"
+            " or notebook that submits: the job inherits it."
         )
 
 
@@ -172,7 +173,7 @@ def _size_of(file: Path) -> int:
         JobError: The log cannot be read.
     """
     try:
-        with opened(file, follows=True) as stream:
+        with open_for_reading(file, follows=True) as stream:
             return os.fstat(stream.fileno()).st_size
     except FileNotFoundError:
         return 0
@@ -189,7 +190,7 @@ def _pieces_of(file: Path, begin: int = 0) -> Iterator[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     try:
-        with opened(file, follows=True) as stream:
+        with open_for_reading(file, follows=True) as stream:
             left = os.fstat(stream.fileno()).st_size - begin
             stream.seek(begin)
             while left > 0 and (chunk := stream.read(min(CHUNK_BYTES, left))):
@@ -357,7 +358,7 @@ class Job(Owned):
             # before the end would be missed.
             status = self.status()
             if file.exists():
-                with opened(file, follows=True) as stream:
+                with open_for_reading(file, follows=True) as stream:
                     stream.seek(position)
                     while chunk := stream.read(CHUNK_BYTES):  # A log may be larger than the memory.
                         *lines, line = (line + chunk).split(b"\n")
@@ -448,7 +449,7 @@ class Job(Owned):
         if mirror.forward(self.run_dir, request):
             return
         if not self.status().state.is_final:
-            ask(self.run_dir, request)
+            write_request(self.run_dir, request)
 
     def requeue(self) -> None:
         """Starts the next attempt of the job. If an attempt is running, ends it first.

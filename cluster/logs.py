@@ -7,7 +7,7 @@ import contextlib
 import re
 from pathlib import Path
 
-from cluster.files import opened, write_atomic
+from cluster.files import open_for_reading, write_atomic
 from cluster.record import shortened
 from cluster.state import find_log, log_path
 
@@ -42,7 +42,7 @@ def log_tail(file: Path) -> str:
     empty text if the log cannot be read.
     """
     try:
-        with opened(file) as stream:
+        with open_for_reading(file) as stream:
             stream.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
             text = stream.read(LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
@@ -50,7 +50,7 @@ def log_tail(file: Path) -> str:
     return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])
 
 
-def last_words(text: str) -> str:
+def end_reason(text: str) -> str:
     """Returns one line that explains why a program ended, from the end of its log.
 
     The line is the last message of a script of the kit, followed by the error before the message.
@@ -98,7 +98,7 @@ def keep_last_lines(
         said = script_log
     elif not said.name.startswith("node_"):
         return
-    with contextlib.suppress(OSError), opened(said) as stream:
+    with contextlib.suppress(OSError), open_for_reading(said) as stream:
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
         text = stream.read(NODE_TAIL_BYTES)
         # The pattern matches only at the start of a line, with or without the label of srun. A

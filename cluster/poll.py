@@ -50,16 +50,16 @@ class Poller:
     """
 
     def __init__(
-        self, ask: Callable[[list[SchedulerJob]], dict[str, SchedulerAnswer]] | None = None
+        self, query: Callable[[list[SchedulerJob]], dict[str, SchedulerAnswer]] | None = None
     ) -> None:
-        """`ask` replaces the function `query` of the schedulers' packages. It takes jobs of one
+        """`query` replaces the function `query` of the schedulers' packages. It takes jobs of one
         scheduler and returns a dict from job id to SchedulerAnswer.
         """
         self.interval_s = INTERVAL_S
-        self._ask = ask
+        self._query = query
         self._jobs: dict[tuple, tuple[SchedulerJob, float]] = {}
         self._answers: dict[tuple, SchedulerAnswer] = {}
-        self._asking: dict[tuple, threading.Thread] = {}
+        self._querying: dict[tuple, threading.Thread] = {}
         self._lock = threading.Lock()
 
     def answer(self, job: SchedulerJob) -> SchedulerAnswer:
@@ -75,12 +75,12 @@ class Poller:
             ended = last is not None and last.state is not None and last.state.is_final
             if last and (age_s < self.interval_s or (ended and age_s < 10 * self.interval_s)):
                 return last
-            asking = self._asking.get(key[:2])
+            asking = self._querying.get(key[:2])
             if asking is None or not asking.is_alive():
                 asking = threading.Thread(
                     target=self._refresh, args=key[:2], name="scheduler-poll", daemon=True
                 )
-                self._asking[key[:2]] = asking
+                self._querying[key[:2]] = asking
                 asking.start()
         if last and age_s < 3 * self.interval_s:
             return last
@@ -107,7 +107,7 @@ class Poller:
             }
             jobs = [job for key, (job, _) in self._jobs.items() if key[:2] == (scheduler, config)]
         try:
-            answers = self._ask(jobs) if self._ask else backend(scheduler).query(jobs)
+            answers = self._query(jobs) if self._query else backend(scheduler).query(jobs)
         # No error is raised: the run directory contains most of the status.
         except Exception as error:
             answers = {

@@ -23,8 +23,8 @@ BACKLOG = 4096
 """Maximum number of connections that the kernel queues until they are accepted. It is large because
 all nodes of a job connect at the same time."""
 ANSWERED_AT_ONCE = 256
-"""Number of answered connections that `answering` keeps open, so that the other side closes them
-first. The side that closes first blocks its port for a minute (TIME_WAIT)."""
+"""Number of answered connections that `answer_on_free_port` keeps open, so that the other side
+closes them first. The side that closes first blocks its port for a minute (TIME_WAIT)."""
 TAKEN_WORDS = ("eaddrinuse", "address already in use")
 """Words, in lower case, by which an error message says that a port is in use."""
 
@@ -72,7 +72,7 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def answering(preferred: int, line: str) -> Iterator[int]:
+def answer_on_free_port(preferred: int, line: str) -> Iterator[int]:
     """Yields a free port at or after `preferred`. During the block, every program that connects to
     the port receives `line`.
 
@@ -108,6 +108,6 @@ def _answer(listening: socket.socket, line: str, over: threading.Event) -> None:
         connection.close()
 
 
-def says_port_taken(text: str) -> bool:
+def mentions_port_in_use(text: str) -> bool:
     """Returns whether the last lines of a log say that a port was in use."""
     return any(word in text.lower() for word in TAKEN_WORDS)

@@ -315,11 +315,12 @@ def _as_they_are(hint: Any) -> frozenset[type]:
 
 
 def path_name(cls: type) -> str:
-    """Returns the first part of the dotted paths of a record class, such as `spec` for `ModelSpec`
-    and `job` for `JobSpec`.
+    """Returns the first part of the dotted paths of a record class, such as `spec` for `ModelSpec`,
+    `job` for `JobSpec`, and `there` for `RemotePaths`, which is the table `[there]` of a site file.
     """
     name = cls.__name__
-    return {"ModelSpec": "spec", "JobSpec": "job"}.get(name, name.lower())
+    names = {"ModelSpec": "spec", "JobSpec": "job", "RemotePaths": "there"}
+    return names.get(name, name.lower())
 
 
 def suggestion(name: str, allowed: typing.Iterable[str]) -> str:

@@ -170,7 +170,7 @@ class Walltime(Record):
 
     max_nodes: int | None = field_doc(
         "largest number of nodes of a job for which `max_hours` holds; default: `max_hours` holds"
-        " for all larger jobs",
+        " for all jobs that are larger than the previous entries allow",
         from_one,
         default=None,
     )
@@ -205,7 +205,9 @@ class Broadcast(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation(Record):
-    """A separate job that compiles before the run, and the cache that it writes for the run."""
+    """A separate job that compiles the graphs of the training step before the run. The job writes a
+    cache, from which the run loads the compiled graphs.
+    """
 
     command: tuple[str, ...] = field_doc(
         "words that are put before the command of each rank in the compile job, such as"
@@ -230,7 +232,7 @@ class Compilation(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulerTable(Record):
+class SchedulerSettings(Record):
     """Fields that the tables of all schedulers have in common."""
 
     environment: dict[str, str] = field_doc(
@@ -263,7 +265,7 @@ SBATCH_KEYS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slurm(SchedulerTable):
+class Slurm(SchedulerSettings):
     """The `[slurm]` table: how jobs are submitted and how their ranks are started."""
 
     account: str | None = field_doc(
@@ -471,7 +473,7 @@ class Slurm(SchedulerTable):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kubernetes(SchedulerTable):
+class Kubernetes(SchedulerSettings):
     """The `[kubernetes]` table: image, resources and settings of a pod. Each pod is one node of a
     job.
     """

@@ -23,7 +23,7 @@ MOST_NAMED = 5
 """Maximum number of shadowed modules per folder that `summary` names."""
 
 
-class Shadow:
+class ShadowingModule:
     """A module in a folder of the user that Python imports in place of the environment's module."""
 
     def __init__(self, name: str, folder: str, cause: str, advice: str) -> None:
@@ -34,7 +34,7 @@ class Shadow:
         self.advice = advice
 
 
-def find_shadows() -> list[Shadow]:
+def find_shadowing_modules() -> list[ShadowingModule]:
     """Returns the modules of the environment that are shadowed in this process, and in the
     processes that it starts.
     """
@@ -52,7 +52,7 @@ def find_shadows() -> list[Shadow]:
     return found
 
 
-def find_in_working_directory() -> list[Shadow]:
+def find_shadowing_files() -> list[ShadowingModule]:
     """Returns the files of the working directory that have the name of a module. A notebook or
     program that is started in this directory imports such a file. Processes that the kit starts do
     not import it.
@@ -62,7 +62,7 @@ def find_in_working_directory() -> list[Shadow]:
     return _shadows_in(folder, hidden, "the working directory", "Rename the file")
 
 
-def summary(shadows: list[Shadow]) -> str:
+def summary(shadows: list[ShadowingModule]) -> str:
     """Returns one line per folder, with the names of the modules in the folder that shadow modules
     of the environment.
     """
@@ -80,10 +80,10 @@ def explain(error: BaseException) -> None:
     """Adds a note about shadowed modules to an error, if there are any. Python prints the note
     after the traceback.
     """
-    shadows = find_shadows()
+    shadows = find_shadowing_modules()
     folder = os.getcwd()
     if folder != SOURCE and ("" in sys.path or folder in sys.path):
-        shadows += find_in_working_directory()
+        shadows += find_shadowing_files()
     if shadows:
         error.add_note(f"{summary(shadows)}. {shadows[0].advice}.")
 
@@ -121,9 +121,9 @@ def modules_in_environment(folders: list[str] | None = None) -> set[str]:
     return names
 
 
-def _shadows_in(folder: str, hidden: set[str], cause: str, advice: str) -> list[Shadow]:
+def _shadows_in(folder: str, hidden: set[str], cause: str, advice: str) -> list[ShadowingModule]:
     names = (_modules_in(folder) & hidden) - NOT_LOOKED_FOR
-    return [Shadow(name, folder, cause, advice) for name in sorted(names)]
+    return [ShadowingModule(name, folder, cause, advice) for name in sorted(names)]
 
 
 def _modules_in(folder: str) -> set[str]:

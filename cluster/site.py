@@ -23,7 +23,7 @@ from cluster.record import (
     one_line,
     suggestion,
 )
-from cluster.scheduler import Kubernetes, SchedulerTable, Slurm
+from cluster.scheduler import Kubernetes, SchedulerSettings, Slurm
 
 SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
@@ -217,7 +217,7 @@ absolute = must(lambda path: path.startswith("/"), "Give an absolute path there.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class There(Record):
+class RemotePaths(Record):
     """The table `[there]`: Python environment, run folder and source of the kit on the cluster
     behind a login node.
     """
@@ -249,6 +249,21 @@ class There(Record):
             raise ConfigError(
                 "there: give either source, the kit's folder there, or sync = true, which sends it."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnRun(Record):
+    """A measured step time of a user's own run on a site. `kit calibrate RUN --out FILE` writes it
+    into a site file, and the planner is fitted to it.
+    """
+
+    source: str = field_doc("run directory and attempt in which the time was measured")
+    step_time_s: float = field_doc(
+        "median seconds per optimizer step",
+        must(lambda value: 0 < value < math.inf, "Give seconds above 0."),
+    )
+    spec: str = field_doc("model of the run, as the JSON text of its spec.json")
+    plan: str = field_doc("layout of the run, as the JSON text of its plan.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,6 +315,9 @@ class Site(Record):
     price_per_node_hour: Fact | None = field_doc(
         "price of one node for one hour, in USD", default=None
     )
+    own_runs: tuple[OwnRun, ...] = field_doc(
+        "measured step times of your own runs, to which the planner is fitted", default=()
+    )
     base: str | None = field_doc(
         "name of the packaged site that supplies the values which this file leaves out",
         default=None,
@@ -309,7 +327,7 @@ class Site(Record):
         " jobs are submitted on the login node itself",
         default=None,
     )
-    there: There | None = field_doc(
+    there: RemotePaths | None = field_doc(
         "Python, run folder and source of the kit on the cluster, required with `login`",
         default=None,
     )
@@ -370,7 +388,7 @@ class Site(Record):
         return fact.value if fact else None
 
     @property
-    def table(self) -> SchedulerTable | None:
+    def scheduler_settings(self) -> SchedulerSettings | None:
         """The table `[slurm]` or `[kubernetes]` for the scheduler of the site. None if the site
         file has no such table, or if the scheduler is `local`.
         """
@@ -383,7 +401,7 @@ class Site(Record):
         Raises:
             ConfigError: The table of the site's scheduler has no profile of this name.
         """
-        profiles = self.table.profiles if self.table else {}
+        profiles = self.scheduler_settings.profiles if self.scheduler_settings else {}
         if name not in profiles:
             raise ConfigError(
                 f"site.{self.scheduler}.profiles: {name!r} is unknown. {suggestion(name, profiles)}"

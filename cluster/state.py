@@ -38,9 +38,9 @@ from typing import Any, Literal
 from cluster.files import (
     NO_RECORD,
     append_lines,
-    is_locked,
     lock_file,
     read_small,
+    try_lock,
     user_name,
 )
 from cluster.process import Process
@@ -127,7 +127,7 @@ class SchedulerJob(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttemptState(Record):
+class StateRecord(Record):
     """State of an attempt: base class of the records of state.json, history.jsonl and the
     status.
     """
@@ -141,7 +141,7 @@ class AttemptState(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunState(AttemptState):
+class RunState(StateRecord):
     """Content of state.json: the state that the job has last reported. `read_status` checks whether
     the report still holds.
     """
@@ -167,7 +167,7 @@ class RunState(AttemptState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Event(AttemptState):
+class Event(StateRecord):
     """A line of history.jsonl: a change of the job's state."""
 
     time: float = field_doc("Unix time of the change, in seconds")
@@ -201,7 +201,7 @@ class ExitReport(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AskedRequest(Record):
+class RequestRecord(Record):
     """Content of control/request_stop or control/request_checkpoint: a request that the trainer has
     not taken yet.
     """
@@ -215,7 +215,7 @@ class AskedRequest(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TakenRequest(AskedRequest):
+class TakenRequest(RequestRecord):
     """Content of control/taken_stop or control/taken_checkpoint: the last request of this attempt
     that the trainer has taken.
     """
@@ -265,7 +265,7 @@ def update_state(
         ConfigError: A field is unknown or has a value of the wrong type.
         OSError: The file state.json could not be read or written. It is unchanged.
     """
-    with locked(run_dir):
+    with lock_state(run_dir):
         refuse_stale(run_dir, attempt)
         old = state_to_change(run_dir)
         fresh = old is None or old.attempt < attempt
@@ -316,12 +316,12 @@ def read_history(run_dir: Path) -> list[Event]:
     an empty list if the file is missing or cannot be read.
     """
     try:
-        return history_to_judge(run_dir)
+        return read_complete_history(run_dir)
     except OSError:
         return []
 
 
-def history_to_judge(run_dir: Path) -> list[Event]:
+def read_complete_history(run_dir: Path) -> list[Event]:
     """Returns all changes of state in history.jsonl, oldest first, for a decision about the job.
     Unlike `read_history`, raises an error if events may be missing.
 
@@ -344,7 +344,7 @@ def write_exit(run_dir: Path, report: ExitReport) -> None:
     Raises:
         StaleAttemptError: A newer attempt owns the directory.
     """
-    with locked(run_dir):
+    with lock_state(run_dir):
         refuse_stale(run_dir, report.attempt)
         report.write(run_dir / "exit.json")
 
@@ -413,7 +413,7 @@ def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Pat
     return next((file for file in logs if file.exists() and file.stat().st_size), logs[0])
 
 
-def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
+def write_request(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
     """Writes a request to the trainer, which reads it at a step boundary. The request of a person
     replaces a waiting request of the supervisor.
 
@@ -421,12 +421,12 @@ def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
         JobError: Another user has put a link in place of a folder of the run.
     """
     refuse_planted_links(run_dir)
-    AskedRequest(asked_at=time.time(), by_person=by_person).write(
+    RequestRecord(asked_at=time.time(), by_person=by_person).write(
         run_dir / "control" / f"request_{request}"
     )
 
 
-def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
+def read_pending_request(run_dir: Path, request: Request) -> RequestRecord | None:
     """Returns a request that the trainer has not taken yet. Returns None if there is no request, or
     if the file cannot be read now.
     """
@@ -434,7 +434,7 @@ def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
     try:
         changed = file.stat().st_mtime
         # A file that `touch` made is empty and counts as a request.
-        return AskedRequest.read_present(file) or AskedRequest(asked_at=changed)
+        return RequestRecord.read_present(file) or RequestRecord(asked_at=changed)
     except OSError:
         return None
 
@@ -446,7 +446,7 @@ def take_request(run_dir: Path, request: Request, *, step: int | None = None) ->
     Raises:
         OSError: The disk is full or the file system fails. The request is still waiting.
     """
-    asked = read_asked(run_dir, request)
+    asked = read_pending_request(run_dir, request)
     if asked is None:
         return False
     taken = TakenRequest(
@@ -457,7 +457,7 @@ def take_request(run_dir: Path, request: Request, *, step: int | None = None) ->
     return True
 
 
-def note_step(run_dir: Path, request: Request, step: int) -> None:
+def record_request_step(run_dir: Path, request: Request, step: int) -> None:
     """Records in control/taken_REQUEST after which optimizer step the trainer acts on the request.
 
     Raises:
@@ -469,7 +469,7 @@ def note_step(run_dir: Path, request: Request, step: int) -> None:
         taken.replace(step=step).write(file)
 
 
-def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
+def read_taken_request(run_dir: Path, request: Request) -> TakenRequest | None:
     """Returns the last request of the kind `request` that the trainer of this attempt has taken, or
     None.
     """
@@ -480,12 +480,12 @@ def is_stop_requested(run_dir: Path) -> bool:
     """Returns whether a person asked the newest attempt to stop. The trainer may have taken the
     request already.
     """
-    requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
+    requests = (read_pending_request(run_dir, "stop"), read_taken_request(run_dir, "stop"))
     return any(request is not None and request.by_person for request in requests)
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def lock_state(run_dir: Path) -> Iterator[None]:
     """Locks a run directory during the `with` block, so that only one process at a time changes
     state.json, exit.json or the attempt number.
 
@@ -495,7 +495,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     a new file and do not wait for the frozen process.
     """
     with lock_file(run_dir / ".state.lock") as stream:
-        if not is_locked(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
+        if not try_lock(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
             (run_dir / ".state.lock").unlink(missing_ok=True)
         yield
 

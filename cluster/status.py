@@ -20,18 +20,18 @@ from typing import NamedTuple
 from cluster import heartbeats, poll
 from cluster.files import why_full
 from cluster.login import mirror
-from cluster.logs import last_words, log_tail, unrecorded_end
+from cluster.logs import end_reason, log_tail, unrecorded_end
 from cluster.record import field_doc
 from cluster.state import (
     GIVEN_UP,
-    AttemptState,
     ExitReport,
     JobState,
     RunState,
+    StateRecord,
     compile_log,
     last_attempt,
-    read_asked,
     read_exit,
+    read_pending_request,
     read_state,
     script_logs,
 )
@@ -45,7 +45,7 @@ WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobStatus(AttemptState):
+class JobStatus(StateRecord):
     """Current status of a job, with the reason for its state."""
 
     heartbeat_age_s: float | None = field_doc("seconds since the last heartbeat", default=None)
@@ -142,7 +142,7 @@ def _mirrored_status(run: mirror.MirroredRun) -> JobStatus:
     """Returns the status that the cluster behind the login node has reported last. The reason
     contains the age of the report, unless the report is fresh.
     """
-    seen = run.refresh()
+    seen = run.update_report()
     if not seen.time:
         return JobStatus(
             state=JobState.QUEUED,
@@ -253,7 +253,7 @@ def _by_scheduler(
     if answer.state is JobState.DONE:
         return _Verdict(answer.state, answer.reason, answer.exit_code)
     if answer.state.is_final:
-        reason = with_last_words(run_dir, state, answer.reason)
+        reason = with_end_reason(run_dir, state, answer.reason)
         return _Verdict(answer.state, reason, answer.exit_code)
 
     if answer.state in WAITING:
@@ -325,22 +325,22 @@ def _why_lost(run_dir: Path, state: RunState) -> str:
         f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
         f"it was killed, or the machine went down, while {state.state}"
     )
-    return with_last_words(run_dir, state, reason)
+    return with_end_reason(run_dir, state, reason)
 
 
-def with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
+def with_end_reason(run_dir: Path, state: RunState, reason: str) -> str:
     """Returns `reason`, followed by the line that explains the end in the log of the batch script
     or the supervisor.
     """
     for file in script_logs(run_dir, state):
         tail = log_tail(file)
-        said = last_words(tail)
+        said = end_reason(tail)
         # The log of a compile job names only the tasks that failed. The reason is in the log of the
         # first one. The other tasks are ended after it.
         task = re.search(r"tasks? (\d+)\S*: (Exited|Out Of|Killed|Segm)", tail)
         if task and file == compile_log(run_dir, state.attempt):
             own = run_dir / "logs" / f"compile_rank_{int(task[1]):05d}.log"
-            said = last_words(log_tail(own)) or said
+            said = end_reason(log_tail(own)) or said
         if said:
             return f"{reason}. {file.relative_to(run_dir)} ends with: {said}"
     return reason
@@ -353,7 +353,7 @@ def _by_heartbeat(run_dir: Path, state: RunState, age_s: float | None) -> _Verdi
     seen = "no heartbeat yet"
     if age_s is not None:
         seen = f"last heartbeat {age_s:.0f} s ago"
-    stop_asked = read_asked(run_dir, "stop")
+    stop_asked = read_pending_request(run_dir, "stop")
     if stop_asked is not None:
         # The text has the time of day, not an age, since the time may come from the clock of
         # another machine.

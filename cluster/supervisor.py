@@ -30,20 +30,20 @@ from typing import Literal
 
 from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, record_end
 from cluster.directory_handle import RunDirectory, retry_disk
-from cluster.files import FULL, outlive_log, say
+from cluster.files import FULL, ignore_output_errors, print_line
 from cluster.heartbeats import StartWatch
 from cluster.job import JobSpec
 from cluster.logs import log_tail
-from cluster.ports import says_port_taken
+from cluster.ports import mentions_port_in_use
 from cluster.process import become_subreaper
 from cluster.record import counted
 from cluster.state import (
     JobError,
     JobState,
     StaleAttemptError,
-    history_to_judge,
     is_stop_requested,
     log_path,
+    read_complete_history,
     state_to_change,
 )
 
@@ -58,7 +58,7 @@ def become_supervisor(signals: Iterable[signal.Signals]) -> None:
     stay pending until `Supervisor.watch` receives them.
     """
     become_subreaper()
-    outlive_log()
+    ignore_output_errors()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     # A caller may have set SIGCHLD to be ignored. Then no exit code of a rank could be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -93,14 +93,14 @@ class Supervisor(abc.ABC):
         """
         while True:
             outcome = self.decide(self.run_ranks())
-            say(self.summary(outcome))
+            print_line(self.summary(outcome))
             if outcome.fate != "restart":
                 break
             try:
                 self.attempt = self.begin_next(outcome.reason)
             except (JobError, OSError) as error:
                 outcome = self.after_failed_begin(outcome, error)
-                say(self.summary(outcome))
+                print_line(self.summary(outcome))
                 break
         if outcome.fate == "end":
             record_end(self.home, self.attempt, outcome)
@@ -108,7 +108,7 @@ class Supervisor(abc.ABC):
         try:
             return self.leave(outcome)
         except StaleAttemptError as error:  # A newer attempt of the job has begun already.
-            say(str(error))
+            print_line(str(error))
             return 1
 
     def run_ranks(self) -> AttemptOutcome:
@@ -126,8 +126,8 @@ class Supervisor(abc.ABC):
 
     def watch(self) -> AttemptOutcome:
         """Waits until the attempt ends, and returns its outcome. The attempt ends if the check of
-        the ranks (`look`) returns an outcome, if the time limit is reached, or if the run directory
-        is lost.
+        the ranks (`poll_ranks`) returns an outcome, if the time limit is reached, or if the run
+        directory is lost.
         """
         start = StartWatch(self.run_dir, self.attempt)
         while True:
@@ -135,7 +135,7 @@ class Supervisor(abc.ABC):
             remaining_s = max(0.0, self.deadline - time.monotonic())
             received = signal.sigtimedwait(self.signals, min(remaining_s, LOOK_EVERY_S))
             signal_number = received.si_signo if received else None
-            outcome = self.look(signal_number)
+            outcome = self.poll_ranks(signal_number)
             if outcome is not None:
                 return outcome
             if time.monotonic() >= self.deadline:
@@ -208,7 +208,7 @@ class Supervisor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def look(self, signal_number: int | None) -> AttemptOutcome | None:
+    def poll_ranks(self, signal_number: int | None) -> AttemptOutcome | None:
         """Checks the ranks. Returns the outcome if the attempt ends now, otherwise None.
         `signal_number` is the signal that this process has just received, or None.
         """
@@ -229,18 +229,25 @@ class Supervisor(abc.ABC):
         """
 
     def choose_nodes(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns `outcome`, with another `fate` if the next attempt must start on other nodes. A
-        subclass changes it if a node does not answer or if the job must leave its nodes. This
-        method changes nothing, since one machine has no other nodes.
+        """Returns `outcome` with its final `fate`, which decides on which nodes the next attempt
+        starts.
+
+        This method returns `outcome` unchanged, since one machine has no other nodes. A subclass
+        for several nodes sets the fate `requeue` if a node does not answer or if the job must leave
+        its nodes.
         """
         return outcome
 
     def leave(self, outcome: AttemptOutcome) -> int:
-        """Hands the run directory over to the next job, or leaves it to a newer attempt. Returns
-        the exit code of this job.
+        """Lets another job continue the run, and returns the exit code of this job. `outcome` has
+        the fate `requeue` or `taken`.
+
+        A subclass requeues this job, or submits another job, unless Slurm has requeued this job
+        already. This method does neither.
 
         Raises:
-            StaleAttemptError: A newer attempt owns the directory. No job was requeued or submitted.
+            StaleAttemptError: A newer attempt owns the run directory, so the run continues without
+                this job. No job was requeued or submitted.
         """
         return outcome.rc
 
@@ -269,7 +276,7 @@ def rank_failure(
     may_pass = rc > 128
     if not may_pass and code != USELESS_TO_RETRY:
         log = log_path(home.run_dir, attempt, rank)
-        may_pass = has_taken_steps(home) or says_port_taken(log_tail(log))
+        may_pass = has_taken_steps(home) or mentions_port_in_use(log_tail(log))
     if may_pass:
         return dataclasses.replace(outcome, fate="restart")
     return outcome
@@ -282,7 +289,7 @@ def has_taken_steps(home: RunDirectory) -> bool:
     try:
         return any(retry_disk(lambda: furthest_steps(home.run_dir), home).values())
     except OSError as error:
-        say(f"how far the run got cannot be read: {error}")
+        print_line(f"how far the run got cannot be read: {error}")
         return False
 
 
@@ -319,7 +326,7 @@ def furthest_steps(run_dir: Path) -> dict[int, int]:
     """
     furthest: dict[int, int] = {}
     state = state_to_change(run_dir)
-    for told in [*history_to_judge(run_dir), *([state] if state else [])]:
+    for told in [*read_complete_history(run_dir), *([state] if state else [])]:
         furthest[told.attempt] = max(furthest.get(told.attempt, 0), told.step or 0)
     return furthest
 
@@ -331,7 +338,7 @@ def fruitless_starts(run_dir: Path) -> int:
     """
     excused = {
         event.attempt
-        for event in history_to_judge(run_dir)
+        for event in read_complete_history(run_dir)
         if event.lost_node or event.state == JobState.PREEMPTED
     }
     fruitless = best = 0
@@ -351,7 +358,7 @@ def _fruitless_starts(home: RunDirectory) -> int:
     try:
         return retry_disk(lambda: fruitless_starts(home.run_dir), home)
     except OSError as error:
-        say(f"how far the run got cannot be read: {error}")
+        print_line(f"how far the run got cannot be read: {error}")
         return 0
 
 

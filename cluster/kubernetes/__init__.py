@@ -14,13 +14,13 @@ from cluster.job import Job, JobSpec
 from cluster.kubernetes.manifest import (
     INSTANCE,
     MANAGED_BY,
-    id_of,
     job_name,
+    kubectl_name,
     kubernetes_table,
-    mark,
+    run_directory_hash,
 )
 from cluster.kubernetes.manifest import texts as texts
-from cluster.logs import last_words
+from cluster.logs import end_reason
 from cluster.poll import POLLER, SchedulerAnswer, run_command
 from cluster.record import shortened
 from cluster.site import Site
@@ -51,7 +51,7 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
     # Inside a pod, kubectl has no context. It uses a service account.
     with contextlib.suppress(JobError):
         context = _kubectl("config", "current-context").strip()
-    name = id_of(table.kind, job_name(job, attempt))
+    name = kubectl_name(table.kind, job_name(job, attempt))
     made = SchedulerJob(scheduler="kubernetes", id=name, config=f"{context}/{table.namespace}")
     try:
         _kubectl("create", "--filename=-", place=made.config, text=texts["submit.json"])
@@ -78,7 +78,7 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
         raise JobError(
             f"kubectl get printed {shortened(answer.strip(), 200)!r}, which is no JSON"
         ) from error
-    found = {id_of(item["kind"], item["metadata"]["name"]): item for item in items}
+    found = {kubectl_name(item["kind"], item["metadata"]["name"]): item for item in items}
     answers = {job.id: answer_from(found.get(job.id)) for job in jobs}
     unclear = [
         job_id
@@ -145,7 +145,7 @@ def _trouble_of(pod: dict) -> str:
         if ended.get("exitCode"):
             # The message is the end of the container's log, since the manifest sets
             # terminationMessagePolicy.
-            said = last_words(ended.get("message") or "")
+            said = end_reason(ended.get("message") or "")
             return _sentence(where, f"{ended.get('reason')}, code {ended['exitCode']}", said)
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
@@ -178,7 +178,7 @@ def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
         JobError: The cluster refuses or does not answer, or the job belongs to another run. With
             `waits`, the pods may also not have ended after GONE_WAIT_S seconds.
     """
-    if f"-{mark(str(run_dir))}-" not in job.id:
+    if f"-{run_directory_hash(str(run_dir))}-" not in job.id:
         raise JobError(
             f"{run_dir}: {job.id} does not belong to this run, by its name. It was left running."
         )

@@ -24,7 +24,7 @@ from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, take_over, write_
 from cluster.directory_handle import retry_disk
 from cluster.heartbeats import StartWatch
 from cluster.kubernetes import meeting
-from cluster.state import JobError, SchedulerJob, ask, read_asked
+from cluster.state import JobError, SchedulerJob, read_pending_request, write_request
 
 
 def main(words: list[str]) -> int:
@@ -66,8 +66,8 @@ def _request_stop(run_dir: Path) -> None:
     continue afterwards.
     """
     (run_dir / "control" / "stopped").touch()
-    if read_asked(run_dir, "stop") is None:
-        ask(run_dir, "stop", by_person=False)
+    if read_pending_request(run_dir, "stop") is None:
+        write_request(run_dir, "stop", by_person=False)
 
 
 def _meet(
@@ -77,9 +77,9 @@ def _meet(
     have connected, 1 otherwise.
     """
     if index:
-        problem = meeting.join(place, index)
+        problem = meeting.join_first_pod(place, index)
     else:
-        problem = meeting.host(run_dir, int(attempt[0]), place, num_pods)
+        problem = meeting.wait_for_pods(run_dir, int(attempt[0]), place, num_pods)
         if problem:
             end = AttemptOutcome(1, problem)
             retry_disk(lambda: write_end(run_dir, int(attempt[0]), end))

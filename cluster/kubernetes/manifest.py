@@ -141,17 +141,17 @@ def job_name(job: JobSpec, attempt: int) -> str:
     name, a hash of the run directory's path (`mark`) and the attempt number.
     """
     words = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:24].strip("-")
-    return f"{words or 'run'}-{mark(job.run_dir)}-{attempt}"
+    return f"{words or 'run'}-{run_directory_hash(job.run_dir)}-{attempt}"
 
 
-def id_of(kind: str, name: str) -> str:
+def kubectl_name(kind: str, name: str) -> str:
     """Returns kubectl's name for a Job or JobSet, such as `job/NAME`. The kit uses this name as job
     id.
     """
     return f"{kind.lower()}/{name}"
 
 
-def mark(run_dir: str) -> str:
+def run_directory_hash(run_dir: str) -> str:
     """Returns the part of a job's name that identifies its run directory: the first eight hex
     digits of the SHA-256 hash of the path.
     """
@@ -298,7 +298,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
         "# The first pod counts the attempt, also when Kubernetes has started it again.",
         (
             '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -P -m cluster.kubernetes begin '
-            f'"$KIT_RUN_DIR" {table.namespace} {quote(id_of(table.kind, name))} '
+            f'"$KIT_RUN_DIR" {table.namespace} {quote(kubectl_name(table.kind, name))} '
             '>"$KIT_RUN_DIR/logs/attempt" || exit'
         ),
         *_meeting_lines(job.num_nodes),

@@ -25,7 +25,7 @@ GO_ON = b"go\n"
 """Message that the first pod sends to each other pod when all pods have connected."""
 
 
-def host(
+def wait_for_pods(
     run_dir: Path, attempt: int, place: tuple[str, int], num_pods: int, limit_s: float = LIMIT_S
 ) -> str | None:
     """Waits in the first pod until all other pods have connected. Returns an error message if
@@ -67,7 +67,7 @@ def host(
     return None
 
 
-def join(place: tuple[str, int], index: int, limit_s: float = LIMIT_S) -> str | None:
+def join_first_pod(place: tuple[str, int], index: int, limit_s: float = LIMIT_S) -> str | None:
     """Waits in each pod except the first pod, until all pods have connected to the first pod.
     Returns an error message if `limit_s` seconds have passed, otherwise None. `place` is (host
     name, port) of the first pod.

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.files import appending
+from cluster.files import open_for_appending
 from cluster.interpreter import PACKAGE_ROOT, source_command
 from cluster.job import Job, JobSpec
 from cluster.logs import log_tail
@@ -36,7 +36,7 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> N
     supervisor = source_command("cluster.local.supervisor", job.run_dir, str(attempt))
     said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
     with (
-        appending(said) as log,
+        open_for_appending(said) as log,
         subprocess.Popen(
             ["setsid", "--fork", *supervisor],
             stdin=subprocess.DEVNULL,

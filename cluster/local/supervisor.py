@@ -28,7 +28,7 @@ from typing import IO, NoReturn
 
 from cluster.attempts import AttemptOutcome, claim_attempt, next_attempt
 from cluster.directory_handle import RunDirectory, retry_disk
-from cluster.files import FULL, appending, say
+from cluster.files import FULL, open_for_appending, print_line
 from cluster.interpreter import from_source, started_module
 from cluster.job import JobSpec
 from cluster.local import STARTED
@@ -144,7 +144,7 @@ class LocalSupervisor(Supervisor):
             import_once(module, {**common, **spec.environment})
         for rank in range(spec.num_processes):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **spec.environment}
-            with appending(log_path(self.run_dir, self.attempt, rank)) as log:
+            with open_for_appending(log_path(self.run_dir, self.attempt, rank)) as log:
                 try:
                     self.ranks[rank] = start_rank(spec, environment, log)
                 except OSError as error:
@@ -187,9 +187,9 @@ class LocalSupervisor(Supervisor):
         except OSError as error:
             if error.errno in FULL:
                 raise
-            say(f"attempt {self.attempt} starts: {reason} (not recorded: {error})")
+            print_line(f"attempt {self.attempt} starts: {reason} (not recorded: {error})")
 
-    def look(self, signal_number: int | None) -> AttemptOutcome | None:
+    def poll_ranks(self, signal_number: int | None) -> AttemptOutcome | None:
         """Returns the outcome of the attempt if all ranks have succeeded, if a rank has failed, or
         after a signal of END_SIGNALS. Returns None while the ranks run.
         """

@@ -26,9 +26,9 @@ from typing import Any, Self
 
 from cluster.files import (
     append_lines,
-    appending,
-    is_locked,
     lock_file,
+    open_for_appending,
+    try_lock,
     write_atomic,
 )
 from cluster.interpreter import source_command
@@ -37,9 +37,9 @@ from cluster.ownership import Owned
 from cluster.record import Record, config_folder, field_doc
 from cluster.state import JobError, RunState, find_log, rank_logs, script_logs
 
-MIRROR = "login.json"
-SEEN = "login_seen.json"
-LOCK = ".login.lock"
+MIRROR_FILE = "login.json"
+REPORT_FILE = "login_seen.json"
+LOCK_FILE = ".login.lock"
 INTERVAL_S = 5.0
 LATE_S = 12.0
 FIRST_WAIT_S = 20.0
@@ -112,7 +112,7 @@ class Mirror(Record):
         self.note.touch()
         return self
 
-    def ask(self, **request: Any) -> dict[str, Any]:
+    def send_request(self, **request: Any) -> dict[str, Any]:
         """Sends a request to the kit on the cluster (`cluster.login.answer`), and returns the
         answer.
 
@@ -158,7 +158,7 @@ def command(source: str, python: str, module: str, *words: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen(Record):
+class ClusterReport(Record):
     """Content of login_seen.json: the last report from the cluster about a mirrored run."""
 
     time: float = field_doc(
@@ -214,11 +214,11 @@ class MirroredRun(Owned):
     def owned_folder(self) -> Path:
         return self.run_dir
 
-    def seen(self) -> Seen:
+    def last_report(self) -> ClusterReport:
         """Returns the last report from the cluster about the run."""
-        return seen_of(self.run_dir)
+        return read_cluster_report(self.run_dir)
 
-    def refresh(self, now: bool = False) -> Seen:
+    def update_report(self, now: bool = False) -> ClusterReport:
         """Returns the last report from the cluster about the run. Its field `trouble` is the error
         that prevents a newer report.
 
@@ -228,10 +228,10 @@ class MirroredRun(Owned):
         changed.
         """
         if owner := self.other_owner:
-            return self.seen().replace(
+            return self.last_report().replace(
                 trouble=f"the mirror is {owner}'s, so it is asked for nothing new"
             )
-        quiet_s = _age_s(self.run_dir / LOCK)
+        quiet_s = _age_s(self.run_dir / LOCK_FILE)
         if now or quiet_s > INTERVAL_S:
             asking = threading.Thread(
                 target=self._ask_now, args=(now,), name="login-poll", daemon=True
@@ -239,7 +239,7 @@ class MirroredRun(Owned):
             asking.start()
             if now or quiet_s > LATE_S:
                 asking.join(FIRST_WAIT_S)
-        return self.seen()
+        return self.last_report()
 
     def forward(self, request: str) -> None:
         """Sends a request of the user to the cluster: `stop`, `checkpoint`, `cancel` or `requeue`.
@@ -248,8 +248,8 @@ class MirroredRun(Owned):
             NoConnectionError: The login node cannot be reached. The job continues.
             JobError: The cluster refuses the request.
         """
-        self.mirror.ask(do=request)
-        self.refresh(now=True)
+        self.mirror.send_request(do=request)
+        self.update_report(now=True)
 
     def fetch_logs(self, logs: Iterable[Path], waits: bool) -> None:
         """Creates missing logs as empty files, since `fetch` updates only logs that the mirror
@@ -262,7 +262,7 @@ class MirroredRun(Owned):
             log.parent.mkdir(parents=True, exist_ok=True)
             log.touch()
         if waits:
-            self.refresh(now=True)
+            self.update_report(now=True)
 
     def run_command(self, words: list[str]) -> int:
         """Runs a `kit` command on the login node and returns its exit status. The command writes to
@@ -284,8 +284,8 @@ class MirroredRun(Owned):
         lost = config_folder() / f"unreachable_{Path(self.mirror.login).name}"
         wait_s = FIRST_WAIT_S if now else 0.0
         try:
-            with lock_file(self.run_dir / LOCK) as lock:
-                if not is_locked(lock, wait_s):
+            with lock_file(self.run_dir / LOCK_FILE) as lock:
+                if not try_lock(lock, wait_s):
                     return
                 _mark_now(lock.fileno())
                 try:
@@ -298,30 +298,30 @@ class MirroredRun(Owned):
             if isinstance(error, NoConnectionError):
                 write_atomic(lost, str(error))
                 _mark_now(lost)
-            self.seen().replace(trouble=str(error)).write(self.run_dir / SEEN)
+            self.last_report().replace(trouble=str(error)).write(self.run_dir / REPORT_FILE)
 
 
 def mirror_of(run_dir: Path) -> MirroredRun | None:
     """Returns the run on a cluster whose mirror is `run_dir`, or None if the directory is no
     mirror.
     """
-    mirror = Mirror.read_or_none(run_dir / MIRROR)
+    mirror = Mirror.read_or_none(run_dir / MIRROR_FILE)
     return None if mirror is None else MirroredRun(run_dir, mirror)
 
 
-def seen_of(run_dir: Path) -> Seen:
+def read_cluster_report(run_dir: Path) -> ClusterReport:
     """Returns the last report from the cluster about a mirrored run. The fields of the report have
     their defaults if there is none yet, or if the directory is no mirror.
     """
-    return Seen.read_or_none(run_dir / SEEN) or Seen()
+    return ClusterReport.read_or_none(run_dir / REPORT_FILE) or ClusterReport()
 
 
-def refresh(run_dir: Path) -> None:
-    """Requests a new report for a mirror, as `MirroredRun.refresh` describes. Does nothing if the
-    directory is no mirror.
+def update_mirror(run_dir: Path) -> None:
+    """Requests a new report for a mirror, as `MirroredRun.update_report` describes. Does nothing if
+    the directory is no mirror.
     """
     if run := mirror_of(run_dir):
-        run.refresh()
+        run.update_report()
 
 
 def forward(run_dir: Path, request: str) -> bool:
@@ -370,8 +370,8 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
         OSError: A local file to which lines would be appended is a link, a pipe or a device, or has
             further hard links.
     """
-    old = seen_of(run_dir)
-    heard = mirror.ask(do="status", began=old.began, alerts=old.alerts)
+    old = read_cluster_report(run_dir)
+    heard = mirror.send_request(do="status", began=old.began, alerts=old.alerts)
     if heard["began"] != old.began:  # The directory on the cluster now contains another run.
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "logs", ignore_errors=True)
@@ -382,14 +382,14 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
         *run_dir.glob("logs/attempt_*/*.log"),
     ]
     for file in growing:
-        appending(file).close()
+        open_for_appending(file).close()
     names = "\n".join(str(file.relative_to(run_dir)) for file in growing)
     copy(mirror.login, mirror.directory, run_dir, *GROWING, names=names)
     if heard["alerts"]:  # The local file may contain more alerts, by monitors on this machine.
         append_lines(run_dir / "alerts.jsonl", heard["alerts"].encode())
-    Seen(
+    ClusterReport(
         time=time.time(), status=heard["status"], began=heard["began"], alerts=heard["alerts_end"]
-    ).write(run_dir / SEEN)
+    ).write(run_dir / REPORT_FILE)
 
 
 def _mark_now(file: Path | int) -> None:

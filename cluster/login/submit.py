@@ -18,7 +18,7 @@ from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh, ssh_line
 from cluster.login.mirror import (
     IS_OWN,
-    MIRROR,
+    MIRROR_FILE,
     SYNCED,
     Mirror,
     MirroredRun,
@@ -26,12 +26,12 @@ from cluster.login.mirror import (
     fetch,
     mirror_of,
 )
-from cluster.logs import last_words
+from cluster.logs import end_reason
 from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.render import check_submittable
 from cluster.scheduler import Slurm
-from cluster.site import Site, There
+from cluster.site import RemotePaths, Site
 from cluster.state import JobError
 
 
@@ -54,14 +54,14 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         directory = f"{_there(site).folder}/{run_dir.name}"
     mirror = _mirror(site, directory)
     # Raises an error if there is no connection, before files are written.
-    mirror.ask(do="lacking", paths=[])
+    mirror.send_request(do="lacking", paths=[])
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)
     asked = {"job.json": there.to_json(), **(files or {})}
-    kept = {MIRROR: mirror.to_json(), **asked, "site.json": site.to_json()}
+    kept = {MIRROR_FILE: mirror.to_json(), **asked, "site.json": site.to_json()}
     with new_folders(run_dir):
         try:
-            mirror.ask(
+            mirror.send_request(
                 do="submit",
                 job=there.to_dict(),
                 site=theirs.to_dict(),
@@ -73,7 +73,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
             told = f"{error}. Whether the job was taken: `kit status` tells then."
             raise NoConnectionError(told) from error
         write_files(run_dir, kept)
-    MirroredRun(run_dir, mirror).refresh(now=True)
+    MirroredRun(run_dir, mirror).update_report(now=True)
     return Job.attach(run_dir)
 
 
@@ -134,11 +134,11 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
         except JobError:
             shutil.rmtree(run_dir)
             raise
-        write_files(run_dir, {MIRROR: mirror.to_json(), "site.json": site.to_json()})
+        write_files(run_dir, {MIRROR_FILE: mirror.to_json(), "site.json": site.to_json()})
     return Job.attach(run_dir)
 
 
-def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
+def check_remote_paths(site: Site, paths: list[str], module: str) -> None:
     """Raises ConfigError unless all of `paths` are absolute and exist on the login node, and the
     Python of the site's jobs finds `module`.
 
@@ -150,7 +150,7 @@ def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
             f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there."
         )
     mirror = _mirror(site, "")
-    if lacking := mirror.ask(do="lacking", paths=paths)["lacking"]:
+    if lacking := mirror.send_request(do="lacking", paths=paths)["lacking"]:
         raise ConfigError(
             f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there"
             " first."
@@ -213,7 +213,7 @@ def _mirror(site: Site, directory: str) -> Mirror:
     return Mirror(login=site.login, python=there.python, source=source, directory=directory).own()
 
 
-def _there(site: Site) -> There:
+def _there(site: Site) -> RemotePaths:
     """Returns a site's table [there] with its field `source` filled in. If the site file sets
     `sync`, `source` is the folder on the cluster for a copy of this kit. The name of the folder is
     the hash of the source.
@@ -261,6 +261,6 @@ def source_archive() -> bytes:
     words += ["--group=0", "--numeric-owner", "--mode=u=rwX,go=rX", "cluster", "kit"]
     done = subprocess.run(words, cwd=PACKAGE_ROOT, capture_output=True)
     if done.returncode:
-        said = last_words(done.stderr.decode(errors="replace"))
+        said = end_reason(done.stderr.decode(errors="replace"))
         raise JobError(f"the source in {PACKAGE_ROOT} cannot be packed: {said}")
     return gzip.compress(done.stdout, mtime=0)

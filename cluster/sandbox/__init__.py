@@ -148,7 +148,7 @@ class Sandbox(Record):
         Raises:
             JobError: Another user may have written to the directory, see `is_own`.
         """
-        found = left_in(Path(root or default_root()).absolute())
+        found = read_sandbox(Path(root or default_root()).absolute())
         if found is None:
             return None
         sandbox, keeper = found
@@ -216,7 +216,7 @@ class Sandbox(Record):
         ).splitlines()
         return dict(line.split() for line in lines)
 
-    def cut(self, node: str) -> None:
+    def disconnect_node(self, node: str) -> None:
         """Disconnects a node from the switch. The node keeps running, but its packets are lost.
 
         Raises:
@@ -331,7 +331,7 @@ def is_own(directory: Path) -> bool:
     return True
 
 
-def left_in(directory: Path) -> tuple[Sandbox, Process] | None:
+def read_sandbox(directory: Path) -> tuple[Sandbox, Process] | None:
     """Returns (sandbox of a directory, process of its keeper), or None if the directory has no
     sandbox. The keeper, which runs the daemons, may have ended.
 
@@ -361,7 +361,7 @@ def stop_sandbox(root: str | os.PathLike[str] | None = None, keep_files: bool = 
     the sandbox must be ended by hand.
     """
     directory = Path(root or default_root()).absolute()
-    if (found := left_in(directory)) is None:
+    if (found := read_sandbox(directory)) is None:
         return False
     sandbox, keeper = found
     was_running = keeper.send_signal(signal.SIGTERM)

@@ -203,7 +203,7 @@ def requeue_this(job: SchedulerJob) -> None:
             raise
 
 
-def begin_elsewhere(job: SchedulerJob, run_dir: Path, attempt: int) -> bool:
+def submit_replacement_job(job: SchedulerJob, run_dir: Path, attempt: int) -> bool:
     """Submits a new job of the run, which replaces `job` after `attempt` has lost a node. Returns
     whether Slurm has accepted the new job.
 

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 
-def problem(folder: str) -> str | None:
+def container_problem(folder: str) -> str | None:
     """Returns an error message if ranks could not run in the container of this process, otherwise
     None.
     """
@@ -22,4 +22,4 @@ def problem(folder: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(problem(sys.argv[1]))
+    sys.exit(container_problem(sys.argv[1]))

@@ -60,25 +60,41 @@ CHIP = re.compile(
 )
 """Regular expression for a chip name in a GRES type or a node feature. It finds h100 in
 `nvidia_h100_80gb_hbm3`, but not in `gh100`."""
-OTHER_VARIANT = re.compile(r"pcie|nvl(?!72|ink)|\d+g[._]\d+gb|mig")
+MIG_SLICE = re.compile(r"\d+g[._-]?\d+gb|mig")
+"""Regular expression for a GRES type that is a MIG slice of a GPU. Slurm shows each profile of MIG
+slices as its own GPU type, with the number of slices: `gpu:1g.10gb:7`, `gpu:a100_3g.20gb:2` or
+`gpu:nvidia_h100_80gb_hbm3_1g.10gb:8`. A node may have complete GPUs and slices of several profiles,
+separated by commas."""
+OTHER_VARIANT = re.compile(rf"pcie|nvl(?!72|ink)|{MIG_SLICE.pattern}")
 """Regular expression for GPU variants that no packaged site describes: PCIe cards, H100 NVL and MIG
 slices."""
 MEMORY = re.compile(r"(?<!\d)(\d{2,3})(?=g|[_-]|$)")
 """Regular expression for the memory size of a GPU, in GB, in a GRES type or a node feature. It
 finds 80 in `a100_80`, `hbm80g` and `h100-80gb`."""
-TRAINIUM = re.compile(r"(?<![a-z0-9])trn(\d)(n?)(?:[.-]?(\d*xlarge))?(?![a-z0-9])")
+TRAINIUM = re.compile(r"(?<![a-z0-9])trn(\d)([nu]?)(?:[.-]?(\d*xlarge))?(?![a-z0-9])")
 """Regular expression for a Trainium instance type. A feature has the form `trn1.32xlarge`, a node
 name of AWS ParallelCluster has the form `compute-dy-trn132xlarge-1`."""
-TRAINIUM_CORES = {"trn1.2xlarge": 2, "trn2.3xlarge": 4, "trn2.48xlarge": 64}
+TRAINIUM_CORES = {
+    "trn1.2xlarge": 2,
+    "trn2.3xlarge": 4,
+    "trn2.48xlarge": 64,
+    "trn2u.48xlarge": 64,
+}
 """Number of logical NeuronCores per instance, for instance types that no packaged site describes.
 By default, the Neuron runtime divides a trn2 chip into four logical NeuronCores (AWS Neuron
 documentation, Logical NeuronCore configuration)."""
+CORES_OF_CHIP = {"1": 2, "2": 4}
+"""Number of logical NeuronCores per Trainium chip, by generation (AWS Neuron documentation)."""
 NEURON_GRES = ("neuron", "neuroncore", "neurondevice")
 TRN1 = "trn1.32xlarge"
-FULL_TRN1_CPUS = (64, 128)
-"""Numbers of CPUs that Slurm counts on a trn1.32xlarge: without and with two threads per core."""
-MIG_SLICE = re.compile(r"\d+g[._]\d+gb|mig")
-"""Regular expression for a GRES type that is a slice of a GPU, such as `a100_3g.20gb`."""
+LARGEST_SIZES = {
+    ("1", 64): "32xlarge",
+    ("1", 128): "32xlarge",
+    ("2", 96): "48xlarge",
+    ("2", 192): "48xlarge",
+}
+"""Size of the largest Trainium instance, by generation and by the number of CPUs that Slurm counts
+without and with two threads per core (AWS EC2 instance types)."""
 EDIT_FACT = "# EDIT: {} = {{ value = 0, source = {} }}"
 
 
@@ -95,7 +111,19 @@ class Gres:
         return ":".join(part for part in (self.name, self.kind, str(self.count)) if part)
 
     @property
-    def words(self) -> set[str]:
+    def is_slice(self) -> bool:
+        """Whether the resource is a MIG slice of a GPU, judged by its type."""
+        return MIG_SLICE.search(self.kind.lower()) is not None
+
+    @property
+    def text(self) -> str:
+        """Count and type of these GPUs, such as `8 x h100` or `7 MIG slices 1g.10gb`."""
+        if self.is_slice:
+            return f"{counted(self.count, 'MIG slice')} {self.kind}"
+        return f"{self.count} x {self.kind or 'GPU'}"
+
+    @property
+    def accepted_names(self) -> set[str]:
         """Names of this resource that the option `--node-type` accepts, in lower case, such as
         h100, h100:8 and gpu:h100:8.
         """
@@ -114,7 +142,7 @@ class NodeType:
     megabytes: int
     limit: str
     """Time limit of the partition, as sinfo prints it, such as `1-00:00:00` or `infinite`."""
-    most: str
+    max_nodes_per_job: str
     """Largest number of nodes of one job, as sinfo prints it, such as `64` or `infinite`."""
     gres_text: str
     features: tuple[str, ...]
@@ -133,7 +161,7 @@ class NodeType:
     def gpus(self) -> list[Gres]:
         """All GPU types of a node, complete GPUs before MIG slices."""
         types = [each for each in self.gres if each.name == "gpu" and each.count]
-        return sorted(types, key=lambda each: bool(MIG_SLICE.search(each.kind.lower())))
+        return sorted(types, key=lambda each: each.is_slice)
 
     @property
     def gpu(self) -> Gres | None:
@@ -158,29 +186,31 @@ class NodeType:
                 continue
             found = max(matches, key=lambda match: match[3] is not None)
             generation, network, size = found.groups()
-            if size is None and generation == "1" and self.cpus in FULL_TRN1_CPUS:
-                size = "32xlarge"
+            if size is None:
+                size = LARGEST_SIZES.get((generation, self.cpus))
             family = f"trn{generation}{network}"
             return f"{family}.{size}" if size else family
         is_neuron = any(each.name in NEURON_GRES for each in self.gres)
         return "trn" if is_neuron else None
 
     @property
-    def what(self) -> str:
-        """Devices of one node as a short text, such as `8 x h100`."""
+    def device_text(self) -> str:
+        """Devices of one node as a short text, such as `8 x h100`. Of several GPU types, the type
+        that jobs request comes first.
+        """
         if self.gpu:
-            return f"{self.gpu.count} x {self.gpu.kind or 'GPU'}"
+            return " and ".join(gpu.text for gpu in (self.gpu, *other_gpus(self)))
         if self.trainium:
             return f"Trainium, {self.trainium}"
         return counted(self.cpus, "core")
 
     def __str__(self) -> str:
-        marks = ", ".join(self.telling_features)
-        text = f"{counted(self.count, 'node')} with {self.what}, {self.cpus} CPUs"
+        marks = ", ".join(self.device_features)
+        text = f"{counted(self.count, 'node')} with {self.device_text}, {self.cpus} CPUs"
         return f"{text} ({marks})" if marks else text
 
     @property
-    def telling_features(self) -> tuple[str, ...]:
+    def device_features(self) -> tuple[str, ...]:
         """Features of these nodes, set by the administrators in Slurm, that name a GPU, its memory
         size or an instance type.
         """
@@ -193,7 +223,7 @@ class NodeType:
         known = {feature.lower() for feature in self.features}
         known |= {str(each).lower() for each in self.gres}
         for gpu in self.gpus:
-            known |= gpu.words
+            known |= gpu.accepted_names
         if self.trainium:
             known |= {self.trainium, self.trainium.partition(".")[0]}
         return text.lower() in known - {""}
@@ -220,7 +250,7 @@ def parse_gres(text: str) -> list[Gres]:
     return found
 
 
-def nodes_of(text: str) -> list[NodeType]:
+def parse_node_types(text: str) -> list[NodeType]:
     """Returns the node types in `text`, the output of the command SINFO. A node type is a set of
     equal nodes of one partition.
 
@@ -249,7 +279,7 @@ def nodes_of(text: str) -> list[NodeType]:
             cpus=int(found["cpus"]),
             megabytes=int(found["megabytes"]),
             limit=found["limit"],
-            most=found["most"],
+            max_nodes_per_job=found["most"],
             gres_text=found["gres"],
             features=tuple(feature for feature in features if feature),
             names=found["names"] or "",
@@ -259,7 +289,7 @@ def nodes_of(text: str) -> list[NodeType]:
             nodes.cpus,
             nodes.megabytes,
             *map(str, nodes.gres),
-            *nodes.telling_features,
+            *nodes.device_features,
             nodes.trainium,
         )
         if same := merged.get(key):
@@ -282,7 +312,7 @@ def parse_time_limit(limit: str) -> float | None:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + rest
 
 
-def choose(
+def choose_node_type(
     found: Sequence[NodeType], partition: str | None = None, node_type: str | None = None
 ) -> NodeType:
     """Returns the node type for which the site file is written.
@@ -315,7 +345,7 @@ def choose(
         key=lambda nodes: (bool(nodes.gpu or nodes.trainium), nodes.is_default, nodes.count),
     )
     for gpu in chosen.gpus:
-        if node_type is not None and node_type.lower() in gpu.words:
+        if node_type is not None and node_type.lower() in gpu.accepted_names:
             chosen = dataclasses.replace(chosen, chosen_gpu=gpu)
     if chosen.gpu and chosen.gpu.count > MAX_GPUS:
         raise JobError(
@@ -327,7 +357,7 @@ def choose(
     return chosen
 
 
-def others(found: Sequence[NodeType], chosen: NodeType) -> list[NodeType]:
+def other_node_types(found: Sequence[NodeType], chosen: NodeType) -> list[NodeType]:
     """Returns the node types in the partition of `chosen` other than `chosen` itself."""
     described = dataclasses.replace(chosen, chosen_gpu=None)
     return [nodes for nodes in found if nodes.partition == chosen.partition and nodes != described]
@@ -338,21 +368,21 @@ def other_gpus(nodes: NodeType) -> list[Gres]:
     return [gpu for gpu in nodes.gpus if gpu != nodes.gpu]
 
 
-def name_of(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
+def unique_node_type_name(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
     """Returns a word for `--node-type` that names only the node type `nodes` in its partition, or
     None if no word does.
     """
     kind = nodes.gpu.kind if nodes.gpu else ""
     words = [kind, str(nodes.gpu or ""), nodes.trainium or ""]
-    words += [*nodes.telling_features, *nodes.features]
-    beside = others(list(found), nodes)
+    words += [*nodes.device_features, *nodes.features]
+    beside = other_node_types(list(found), nodes)
     for word in filter(None, words):
         if not any(other.is_called(word) for other in beside):
             return word
     return None
 
 
-def settings_of(text: str) -> dict[str, str]:
+def parse_settings(text: str) -> dict[str, str]:
     """Returns Slurm's settings by name. `text` is the output of `scontrol show config`, with lines
     `Key = value`.
     """
@@ -417,11 +447,11 @@ def site_text(
 ) -> str:
     """Returns the text of a site file that describes `nodes`. `Site.load` can read the text.
 
-    `settings` is the result of `settings_of`. `beside` contains the other node types of the
+    `settings` is the result of `parse_settings`. `beside` contains the other node types of the
     partition, on which a job must not run.
     """
     cluster = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes.partition
-    size = f"{counted(nodes.count, 'node')} with {nodes.what}"
+    size = f"{counted(nodes.count, 'node')} with {nodes.device_text}"
     description = f"{cluster}, partition {nodes.partition}: {size}"
     lines = [
         f"# Made from what {cluster} says of itself. Look at each line that says EDIT, then at the"
@@ -448,8 +478,8 @@ def site_text(
         "# EDIT: modules, environment and network_interfaces, as your system's documentation has"
         " them"
     )
-    if nodes.most.isdigit():
-        lines.append(f"max_nodes = {nodes.most}")
+    if nodes.max_nodes_per_job.isdigit():
+        lines.append(f"max_nodes = {nodes.max_nodes_per_job}")
     else:
         lines.append("# no max_nodes: sinfo has no limit")
     limit = parse_time_limit(nodes.limit)
@@ -474,12 +504,10 @@ def _instance_site(nodes: NodeType) -> str | None:
 
 def _device_count(nodes: NodeType) -> list[str]:
     if nodes.trainium:
-        given = [each.count for each in nodes.gres if each.name == "neuroncore"]
-        count = given[0] if given else TRAINIUM_CORES.get(nodes.trainium, 1)
         return [
             'engine = "neuron"',
-            f"devices_per_node = {count}   # EDIT: NeuronCores of a node, as `neuron-ls` counts"
-            " them",
+            f"devices_per_node = {_neuron_cores(nodes) or 1}   # EDIT: NeuronCores of a node, as"
+            " `neuron-ls` counts them",
         ]
     if nodes.gpu is None:
         return [f"devices_per_node = {nodes.cpus}"]
@@ -488,6 +516,24 @@ def _device_count(nodes: NodeType) -> list[str]:
     if site and Site.load(site).device.is_part and nodes.gpu.count <= 4:
         line += "   # EDIT: twice as many, if Slurm counts modules of two GCDs"
     return [line]
+
+
+def _neuron_cores(nodes: NodeType) -> int | None:
+    """Returns the number of logical NeuronCores of a Trainium node: as Slurm counts them, by the
+    instance type, or by the number of chips that Slurm counts. Returns None if none of the three is
+    known.
+    """
+    counts = {each.name: each.count for each in nodes.gres}
+    if "neuroncore" in counts:
+        return counts["neuroncore"]
+    instance = nodes.trainium or ""
+    if instance in TRAINIUM_CORES:
+        return TRAINIUM_CORES[instance]
+    chips = counts.get("neuron", counts.get("neurondevice"))
+    cores_of_chip = CORES_OF_CHIP.get(instance.removeprefix("trn")[:1])
+    if chips is None or cores_of_chip is None:
+        return None
+    return chips * cores_of_chip
 
 
 def _login(login: str) -> list[str]:
@@ -569,15 +615,18 @@ def _unknown_device(nodes: NodeType) -> list[str]:
         generation = nodes.trainium.removeprefix("trn")[:1]
         name = f"AWS Trainium {generation}".strip() + ", one NeuronCore"
         about = "the AWS Neuron documentation has the numbers"
-        count = 0
+        count = _neuron_cores(nodes)
     else:
         name = "GPU"
         about = "the vendor's name, by `nvidia-smi -L` or `rocm-smi --showproductname` on a node"
-        count = 0
+        count = None
         if nodes.gpu:
             name = f"GPU {nodes.gpu.kind}".strip()
             count = nodes.gpu.count
     link = '{{ num_devices = {}, bytes_per_s = {{ value = 0, source = "data sheet" }} }}'
+    about_count = ""
+    if count is None:
+        about_count = "   # num_devices: as devices_per_node"
     return [
         "",
         "# No packaged site has this device. `kit plan` needs each number below.",
@@ -590,7 +639,7 @@ def _unknown_device(nodes: NodeType) -> list[str]:
         EDIT_FACT.format("bf16", '"data sheet, dense"'),
         "",
         "[links]",
-        f"# EDIT: intra_node = [{link.format(count or 'DEVICES_PER_NODE')}]",
+        f"# EDIT: intra_node = [{link.format(count or 1)}]{about_count}",
     ]
 
 
@@ -632,7 +681,12 @@ def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeTyp
         kinds = [each.gpu.kind for each in beside if each.gpu]
         is_alone = bool(nodes.gpu.kind) and nodes.gpu.kind not in kinds
         is_alone = is_alone or not kinds
-        more = [str(gpu) for gpu in other_gpus(nodes)]
+        if nodes.gpu.is_slice:
+            lines.append(
+                "# The devices are MIG slices, which have no peer-to-peer access to each other: use"
+                " one device per job."
+            )
+        more = [gpu.text for gpu in other_gpus(nodes)]
         if more:
             lines.append(f"# These nodes also have {', '.join(more)}, which jobs do not ask for.")
     elif nodes.trainium:
@@ -649,6 +703,9 @@ def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeTyp
             'sbatch_options = ["--mem=0"]   # all memory of a node, of which a job may get a part'
             " by default"
         )
+    if beside:
+        others = "; ".join(str(other) for other in beside)
+        lines.append(f"# Other nodes of this partition: {others}")
     if not is_alone:
         lines.append(_constraint(nodes, beside))
     return lines
@@ -660,9 +717,7 @@ def _constraint(nodes: NodeType, beside: list[NodeType]) -> str:
     """
     elsewhere = {feature for other in beside for feature in other.features}
     own = [
-        feature
-        for feature in (*nodes.telling_features, *nodes.features)
-        if feature not in elsewhere
+        feature for feature in (*nodes.device_features, *nodes.features) if feature not in elsewhere
     ]
     if own:
         return f"constraint = {json.dumps(own[0])}   # of these nodes alone in the partition"

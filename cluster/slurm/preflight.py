@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 from cluster.job import JobSpec
-from cluster.ports import answering
+from cluster.ports import answer_on_free_port
 from cluster.record import ConfigError
 from cluster.render import STORM_NODES, import_storm
 from cluster.site import Site
@@ -145,7 +145,7 @@ def check_allocation(job: JobSpec, num_nodes: int, port: int) -> str | None:
         with contextlib.ExitStack() as during:
             open_port = 0
             if job.num_processes > 1:  # A single rank has no rendezvous to test.
-                open_port = during.enter_context(answering(port, token))
+                open_port = during.enter_context(answer_on_free_port(port, token))
             words = ["bash", "-c", ASKED, "preflight", token, str(open_port)]
             done = _once_a_node(
                 num_nodes, [*words, job.working_directory, *map(str, probes)], wait_s

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from cluster.directory_handle import RunDirectory
-from cluster.files import outlive_log
+from cluster.files import ignore_output_errors
 from cluster.process import become_rank, become_subreaper, child_pids, kill_descendants
 from cluster.record import Record, field_doc
 from cluster.state import JobError, state_to_change
@@ -43,7 +43,7 @@ class Failure(Record):
     time: float = field_doc("Unix time of the end of the rank, in seconds")
 
 
-def failures_of(run_dir: Path, attempt: int) -> Path:
+def failure_folder(run_dir: Path, attempt: int) -> Path:
     """Returns the folder of an attempt's `Failure` records. The supervisor creates it before the
     ranks start, because NFS clients cache for a while that a folder is missing.
     """
@@ -55,7 +55,7 @@ def run_rank(home: RunDirectory, command: list[str]) -> int:
     signal n ended the command.
     """
     keeper = os.getpid()
-    folder = failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
+    folder = failure_folder(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
     killed = []
 
     def on_signal(number: int, frame: object) -> None:
@@ -120,5 +120,5 @@ def _become_deaf_rank(keeper_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    outlive_log()
+    ignore_output_errors()
     sys.exit(run_rank(RunDirectory(Path(os.environ["KIT_RUN_DIR"])), sys.argv[1:]))

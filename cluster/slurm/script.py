@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.heartbeats import MANY
+from cluster.heartbeats import MAX_RANKS_WITH_FILES
 from cluster.interpreter import (
     CONTAINER_PYTHON,
     PACKAGE_ROOT,
@@ -30,7 +30,7 @@ from cluster.record import counted
 from cluster.render import warnings
 from cluster.request import CPUS_VARIABLE, SlurmRequest, slurm_request
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
-from cluster.site import Site, There
+from cluster.site import RemotePaths, Site
 from cluster.site_lines import checked_lines, complete_commands
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
@@ -41,7 +41,7 @@ KEEPER = "cluster.slurm.rank"
 RULER = "# " + "-" * 100
 
 
-def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str]:
+def texts(job: JobSpec, site: Site, there: RemotePaths | None = None) -> dict[str, str]:
     """Returns the scripts of a job by file name, in order of submission. The job must fit the site.
     Warnings are comments at the top of a script.
 
@@ -280,9 +280,11 @@ def _ranks(
     )
     if compiling:
         log = 'printf -v log \'%s/logs/compile_rank_%05d.log\' "$KIT_RUN_DIR" "$RANK"'
-    # With more than MANY ranks, only rank 0 has its own log. The other ranks write to the log of
-    # their node, for which the supervisor sets SLURM_STDOUTMODE.
-    own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
+    # With more than MAX_RANKS_WITH_FILES ranks, only rank 0 has its own log. The other ranks write
+    # to the log of their node, for which the supervisor sets SLURM_STDOUTMODE.
+    own_log = (
+        '[ "$RANK" != 0 ] || ' if job.num_processes > MAX_RANKS_WITH_FILES and not compiling else ""
+    )
     prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
     task_setup = checked_lines(slurm.task_setup, "site.slurm.task_setup")
     folder = quote(job.working_directory)

@@ -32,27 +32,27 @@ from typing import Any
 
 from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, record_end, take_over
 from cluster.directory_handle import RunDirectory, retry_disk
-from cluster.files import say
-from cluster.heartbeats import MANY
+from cluster.files import print_line
+from cluster.heartbeats import MAX_RANKS_WITH_FILES
 from cluster.job import JobSpec
-from cluster.logs import keep_last_lines, last_words, log_tail
+from cluster.logs import end_reason, keep_last_lines, log_tail
 from cluster.ports import FIRST_PORT, reserve_port
 from cluster.process import END_SIGNALS, kill_descendants
 from cluster.record import ConfigError, counted
-from cluster.slurm import begin_elsewhere, requeue_this
+from cluster.slurm import requeue_this, submit_replacement_job
 from cluster.slurm.preflight import answering_nodes, check_allocation
 from cluster.slurm.queries import matching_lines, native_state, slurm_command
-from cluster.slurm.rank import Failure, failures_of
+from cluster.slurm.rank import Failure, failure_folder
 from cluster.state import (
     JobError,
     JobState,
     SchedulerJob,
-    ask,
     is_stop_requested,
     read_state,
     record_event,
     refuse_stale,
     update_state,
+    write_request,
 )
 from cluster.supervisor import (
     Supervisor,
@@ -114,7 +114,7 @@ class SlurmSupervisor(Supervisor):
         self.failed_at: float | None = None
         """Time of the monotonic clock, in seconds, at which this process first saw a failed rank.
         None while no rank has failed."""
-        self.must_ask = False
+        self.must_request_stop = False
         """Whether the request to stop, with the reason `stop_reason`, still has to be written."""
         self.next_state = JobState.REQUEUED
         """State that state.json has between the end of this attempt and the start of the next
@@ -129,12 +129,12 @@ class SlurmSupervisor(Supervisor):
         self.port = reserve_port(wanted)
         port = self.port.getsockname()[1]
         if port != wanted:
-            say(f"port {wanted} is in use on this node: the ranks meet at port {port}")
+            print_line(f"port {wanted} is in use on this node: the ranks meet at port {port}")
         self.starts += 1
         self.failed_at = None
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
-        if self.spec.num_processes > MANY:
+        if self.spec.num_processes > MAX_RANKS_WITH_FILES:
             # The variable is srun's option --output: one file per node, with the task number before
             # each line.
             logs = f"{self.run_dir}/logs/attempt_{self.attempt:02d}"
@@ -143,7 +143,7 @@ class SlurmSupervisor(Supervisor):
         nodes = os.environ["SLURM_JOB_NODELIST"]
         starting = f"{ranks} starting on {nodes}"
         retry_disk(functools.partial(self._note, JobState.STARTING, starting), self.home)
-        failures = failures_of(self.run_dir, self.attempt)
+        failures = failure_folder(self.run_dir, self.attempt)
         retry_disk(lambda: failures.mkdir(parents=True, exist_ok=True), self.home)
         self.step = subprocess.Popen(
             self.command,
@@ -174,7 +174,7 @@ class SlurmSupervisor(Supervisor):
     def _first_port(self) -> int:
         return int(os.environ.get("MASTER_PORT", FIRST_PORT))
 
-    def look(self, signal_number: int | None) -> AttemptOutcome | None:
+    def poll_ranks(self, signal_number: int | None) -> AttemptOutcome | None:
         """Returns the outcome if srun has ended, if srun still runs END_WAIT_S seconds after a rank
         has failed, or if Slurm ends the job. Returns None while the ranks run. Asks the ranks to
         save and stop if Slurm leaves them time.
@@ -204,7 +204,7 @@ class SlurmSupervisor(Supervisor):
         if code:
             log = self._script_log()
             reason = f"srun ended with code {code}; see {log.relative_to(self.run_dir)}"
-            if said := last_words(log_tail(log)):
+            if said := end_reason(log_tail(log)):
                 reason += f", which ends with: {said}"
             return self._why_terminated() or AttemptOutcome(code % 256, reason, fate="restart")
         return self.ended_well()
@@ -253,31 +253,31 @@ class SlurmSupervisor(Supervisor):
         if self.stop_reason is None and not is_stop_requested(self.run_dir):
             self.stop_reason = reason
             self.next_state = next_state
-            say(f"{reason}: asking the ranks to save and stop")
-            self.must_ask = True
+            print_line(f"{reason}: asking the ranks to save and stop")
+            self.must_request_stop = True
             self._write_request()
             if (current := read_state(self.run_dir)) is not None:
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
 
     def _write_request(self) -> None:
         """Writes the request to stop if it still has to be written. After an error of the disk or
-        the file system, `look` calls this function again each second.
+        the file system, `poll_ranks` calls this function again each second.
         """
-        if not self.must_ask:
+        if not self.must_request_stop:
             return
         if is_stop_requested(self.run_dir):
-            self.must_ask = False  # A user's own request must not be replaced.
+            self.must_request_stop = False  # A user's own request must not be replaced.
             return
         try:
-            ask(self.run_dir, "stop", by_person=False)
-            self.must_ask = False
+            write_request(self.run_dir, "stop", by_person=False)
+            self.must_request_stop = False
         except OSError as error:
-            say(f"the request to stop was not written: {error}")
+            print_line(f"the request to stop was not written: {error}")
 
     def _failures(self) -> list[Failure]:
         """Returns the failed ranks of this attempt, in order of failure."""
         with contextlib.suppress(OSError):  # An error of the file system must not end the attempt.
-            files = list(failures_of(self.run_dir, self.attempt).glob("rank_*.json"))
+            files = list(failure_folder(self.run_dir, self.attempt).glob("rank_*.json"))
             # Sorted by the clock of the file system, because the clocks of the nodes may differ.
             files.sort(key=lambda file: file.stat().st_mtime_ns)
             return [failure for file in files if (failure := Failure.read_or_none(file))]
@@ -324,7 +324,7 @@ class SlurmSupervisor(Supervisor):
                 return dataclasses.replace(
                     outcome, fate="requeue", reason=reason, lost_node=",".join(lost)
                 )
-            say("this node can start nothing any more: Slurm will start the job elsewhere")
+            print_line("this node can start nothing any more: Slurm will start the job elsewhere")
             refuse_stale(self.run_dir, self.attempt)
             time.sleep(CUT_OFF_WAIT_S)
         return outcome
@@ -343,7 +343,7 @@ class SlurmSupervisor(Supervisor):
             # In a stale attempt, this raises StaleAttemptError, so that the job requeues and
             # submits nothing.
             retry_disk(note, self.home)
-        if outcome.lost_node and begin_elsewhere(self.job, self.run_dir, self.attempt):
+        if outcome.lost_node and submit_replacement_job(self.job, self.run_dir, self.attempt):
             return outcome.rc
         if outcome.fate == "requeue":
             return self._requeue(outcome)
@@ -356,7 +356,7 @@ class SlurmSupervisor(Supervisor):
                 requeue_this(self.job)
                 return outcome.rc
             except JobError as error:  # Slurm may be restarting.
-                say(f"not requeued: {error}")
+                print_line(f"not requeued: {error}")
                 if time.monotonic() > deadline:
                     tried = f"and it could not be requeued: {error}. `kit resume` starts it again"
                     end = AttemptOutcome(outcome.rc or 1, f"{outcome.reason}; {tried}")
@@ -390,7 +390,7 @@ def begin_attempt(home: RunDirectory, spec: JobSpec, job: SchedulerJob) -> int:
     """
     attempt = retry_disk(lambda: take_over(home.run_dir, job), home)
     nodes = os.environ["SLURM_JOB_NODELIST"]
-    say(f"attempt {attempt} of {spec.name} in job {job.id} on {nodes}")
+    print_line(f"attempt {attempt} of {spec.name} in job {job.id} on {nodes}")
     return attempt
 
 

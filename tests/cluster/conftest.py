@@ -26,11 +26,19 @@ SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Adds the last lines of the Slurm controller's log to the report of a failed test."""
+    """Adds states of Slurm's nodes, jobs, and the end of the controller's log to the report of a
+    failed test.
+    """
     report = yield
     cluster = getattr(item, "funcargs", {}).get("slurm_cluster")
     if report.failed and cluster and (log := cluster.path("log", "slurmctld.log")).exists():
         report.sections.append(("slurmctld.log", log.read_text(errors="replace")[-8000:]))
+        with contextlib.suppress(JobError):
+            nodes = cluster.run(
+                "sinfo", "--Node", "--partition=batch", "--format=%N %T since %H: %E"
+            )
+            jobs = cluster.run("squeue", "--all", "--format=%i %T %R")
+            report.sections.append(("nodes and jobs", nodes + jobs))
     return report
 
 

@@ -61,8 +61,8 @@ saved, begun, stopped = (
 )
 if rank == 0:
     write_atomic(begun, saved.read_text() if saved.exists() else "0")
-# The file `begun` holds the first step for all ranks. `saved` may be newer, because rank 0 may save
-# before this rank starts.
+# The file `begun` contains the step at which all ranks start. `saved` may contain a later step,
+# because rank 0 may save before this rank starts.
 while not begun.exists():
     time.sleep(0.02)
 step = int(begun.read_text())

@@ -24,7 +24,6 @@ from cluster.job import read_status
 from cluster.process import Process
 from cluster.state import (
     JobState,
-    ask,
     last_attempt,
     log_path,
     read_exit,
@@ -32,6 +31,7 @@ from cluster.state import (
     read_state,
     record_event,
     update_state,
+    write_request,
 )
 from cluster.submission import submit
 from tests.cluster.jobs import LAPTOP, job_spec
@@ -98,7 +98,7 @@ def test_next_attempt_begins_completely_or_not_at_all(run_dir, filler):
     """Checked with different amounts of free space, from 0 bytes to 40 kB more than the reserve
     file of the run directory.
     """
-    ask(run_dir, "checkpoint")
+    write_request(run_dir, "checkpoint")
     begun, reserve = set(), {run_dir / RESERVE: None}
     for leave in range(0, RESERVE_BYTES + 40_000, 4096):
         fill(filler, leave)
@@ -180,8 +180,8 @@ def test_truncated_history_line_loses_no_other_line(run_dir, filler):
 def test_process_survives_a_log_on_a_full_disk(run_dir, filler):
     code = f"""{FILL}
 import traceback
-from cluster.files import outlive_log
-outlive_log()
+from cluster.files import ignore_output_errors
+ignore_output_errors()
 print('before', flush=True)
 fill(filler)
 try: 1 / 0

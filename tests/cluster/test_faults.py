@@ -162,7 +162,7 @@ def lose(nodes):
     with contextlib.ExitStack() as until_the_end:
         yield {
             "switched off": functools.partial(power_off, nodes),
-            "cut off": nodes.cut,
+            "cut off": nodes.disconnect_node,
             "frozen": lambda node: until_the_end.enter_context(frozen(nodes, node)),
         }
 
@@ -309,8 +309,8 @@ def test_job_waits_for_irreplaceable_lost_nodes(
     if not submits:
         forbid_sbatch_on_nodes(job)
     number, start = scheduler_job(job).id, time.time()
-    nodes.cut("node2")
-    nodes.cut("node3")
+    nodes.disconnect_node("node2")
+    nodes.disconnect_node("node3")
     requeued = event(job, "requeued", start)
     assert requeued.lost_node == "node2,node3"
     assert "node2, node3 no longer answer" in requeued.reason
@@ -396,7 +396,7 @@ def test_node_lost_twice_is_excluded(nodes, hanging_job):
     for _ in range(4):
         assert eventually(lambda: running(job), 180), job.status()
         start = time.time()
-        nodes.cut("node2")
+        nodes.disconnect_node("node2")
         event(job, "requeued", start)
         recover(nodes, "node2")
         if slurm.lost_nodes(job.run_dir):

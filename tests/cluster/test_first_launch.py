@@ -163,6 +163,29 @@ def test_site_init_lists_other_gpu_types_of_a_node(tmp_path, monkeypatch, gres, 
     assert Site.load("second.toml").devices_per_node == int(other[-1])
 
 
+def test_site_init_lists_mig_slices_of_all_nodes(tmp_path, monkeypatch):
+    """The slices are named for the nodes of the site file, for other nodes of the partition, and
+    for other partitions. The site file names them too.
+    """
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        "gpu*|6|96|515000|1-00:00:00|1-infinite|gpu:h100:7,gpu:h100_1g.10gb:7|(null)|n[1-6]",
+        "gpu*|2|96|515000|1-00:00:00|1-infinite|gpu:1g.10gb:56(S:0-1)|(null)|n[7-8]",
+        "small|1|96|515000|1-00:00:00|1-infinite|gpu:a100:1,gpu:a100_3g.20gb:2,gpu:a100_2g.10gb:1"
+        "|(null)|n9",
+    ]
+    be_cluster(tmp_path, monkeypatch, "\n".join(lines))
+    printed = run("site", "init", "my.toml").output
+    assert "6 nodes with 7 x h100 and 7 MIG slices h100_1g.10gb" in printed
+    assert "2 nodes with 56 MIG slices 1g.10gb, 96 CPUs: --partition gpu" in printed
+    assert "small (1 x a100 and 2 MIG slices a100_3g.20gb and 1 MIG slice a100_2g.10gb)" in printed
+    assert "also have gpu:h100_1g.10gb:7 (MIG slices), which jobs do not request" in printed
+    written = (tmp_path / "my.toml").read_text()
+    assert "# These nodes also have 7 MIG slices h100_1g.10gb, which jobs do not ask" in written
+    assert "# Other nodes of this partition: 2 nodes with 56 MIG slices 1g.10gb" in written
+    assert Site.load("my.toml").slurm.gpus_per_node == "h100:7"
+
+
 def test_plan_names_all_missing_numbers_of_a_site(tmp_path, monkeypatch):
     """The error message gives an example. With this example in place of the EDIT lines of the site
     file, `kit plan` succeeds.

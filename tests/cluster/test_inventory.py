@@ -2,6 +2,7 @@
 Slurm.
 """
 
+import re
 import shlex
 import tomllib
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ SlurmctldParameters     = enable_configless
 )
 def test_gres_is_parsed_into_gpu_count_and_type(gres, expected):
     file = f"gpu*|2|64|257000|30:00|1|{gres}"
-    text = inventory.site_text(*inventory.nodes_of(file), {})
+    text = inventory.site_text(*inventory.parse_node_types(file), {})
     said = tomllib.loads(text)
     expected = expected or (8, "nvidia_h100_80gb_hbm3")
     kind, _, count = said["slurm"].get("gpus_per_node", "0").rpartition(":")
@@ -91,7 +92,9 @@ def test_gres_is_parsed_into_gpu_count_and_type(gres, expected):
 )
 def test_packaged_site_is_selected_by_gpu_name(gres, features, site):
     """The product names are written as vendors and clouds write them in GRES and features."""
-    (nodes,) = inventory.nodes_of(f"gpu*|2|64|257000|30:00|1|{gres}|{features or '(null)'}|n[1-2]")
+    (nodes,) = inventory.parse_node_types(
+        f"gpu*|2|64|257000|30:00|1|{gres}|{features or '(null)'}|n[1-2]"
+    )
     assert inventory.packaged_site(nodes)[0] == site
 
 
@@ -103,10 +106,11 @@ def test_packaged_site_is_selected_by_gpu_name(gres, features, site):
         "q|4|128|498074|infinite|1-4|(null)|(null)|q-st-trn132xlarge-[1-4]",
         "q|4|8|32000|infinite|1-4|neuroncore:2|(null)|q-[1-4]",
         "q|4|192|2000000|infinite|1-4|(null)|trn2.48xlarge|q-[1-4]",
+        "q|4|192|2000000|infinite|1-4|(null)|trn2u.48xlarge|q-[1-4]",
     ],
 )
 def test_trainium_nodes_are_recognised(line, tmp_path):
-    (nodes,) = inventory.nodes_of(line)
+    (nodes,) = inventory.parse_node_types(line)
     file = tmp_path / "site.toml"
     file.write_text(inventory.site_text(nodes, {}))
     site = Site.load(file)
@@ -116,23 +120,74 @@ def test_trainium_nodes_are_recognised(line, tmp_path):
     assert site.engine == ("neuron" if wanted else "native")
 
 
+@pytest.mark.parametrize(
+    ("cpus", "gres", "features", "devices"),
+    [
+        (192, "(null)", "trn2.48xlarge", 64),
+        (192, "(null)", "trn2", 64),
+        (192, "(null)", "trn2u.48xlarge", 64),
+        (8, "(null)", "trn2.3xlarge", 4),
+        (8, "neuroncore:128", "trn2.48xlarge", 128),
+        (8, "neuron:16", "trn2", 64),
+        (8, "neurondevice:16", "trn1", 32),
+        (8, "(null)", "trn1.2xlarge", 2),
+        (8, "neuron:16", "(null)", None),
+        (8, "gpu:v100:4", "(null)", 4),
+    ],
+)
+def test_edit_lines_are_toml_with_the_number_of_devices(cpus, gres, features, devices):
+    """A user removes `# EDIT:` and writes the values. The line of the links then has the number of
+    devices of a node. If Slurm does not determine this number, a comment names the field.
+    """
+    (nodes,) = inventory.parse_node_types(f"q|4|{cpus}|99000|infinite|1|{gres}|{features}|q-[1-4]")
+    text = inventory.site_text(nodes, {})
+    said = tomllib.loads(re.sub(r"(?m)^# EDIT: (?=\w+ = )", "", text))
+    (link,) = said["links"]["intra_node"]
+    assert link["num_devices"] == said["devices_per_node"] == (devices or 1)
+    (line,) = [line for line in text.splitlines() if "intra_node = " in line]
+    assert line.endswith("# num_devices: as devices_per_node") == (devices is None)
+
+
+@pytest.mark.parametrize(
+    ("gres", "is_slice", "text"),
+    [
+        ("gpu:1g.10gb:7(S:0)", True, "7 MIG slices 1g.10gb"),
+        ("gpu:a100_3g.20gb:2(S:0-1)", True, "2 MIG slices a100_3g.20gb"),
+        ("gpu:nvidia_a100_80gb_pcie_3g.39gb:1", True, "1 MIG slice nvidia_a100_80gb_pcie_3g.39gb"),
+        ("gpu:nvidia_h100_80gb_hbm3_1g.10gb:8", True, "8 MIG slices nvidia_h100_80gb_hbm3_1g.10gb"),
+        ("gpu:h100_1g10gb:8", True, "8 MIG slices h100_1g10gb"),
+        ("gpu:nvidia_h100_80gb_hbm3:8", False, "8 x nvidia_h100_80gb_hbm3"),
+        ("gpu:nvidia_a100-sxm4-80gb:8", False, "8 x nvidia_a100-sxm4-80gb"),
+        ("gpu:8", False, "8 x GPU"),
+    ],
+)
+def test_mig_slices_are_recognised_by_their_type(gres, is_slice, text):
+    """The GRES are from documentation and scripts of clusters with MIG."""
+    (gpu,) = inventory.parse_gres(gres)
+    assert (gpu.is_slice, gpu.text) == (is_slice, text)
+    (nodes,) = inventory.parse_node_types(f"gpu*|2|64|257000|30:00|1|{gres}")
+    assert ("# The devices are MIG slices" in inventory.site_text(nodes, {})) == is_slice
+
+
 def test_gpu_model_read_as_a_count_is_refused():
-    found = inventory.nodes_of("gpu*|2|64|257000|30:00|1|gpu:3090\ncpu|2|64|257000|30:00|1|(null)")
+    found = inventory.parse_node_types(
+        "gpu*|2|64|257000|30:00|1|gpu:3090\ncpu|2|64|257000|30:00|1|(null)"
+    )
     with pytest.raises(JobError, match=r"'gpu:3090' means 3,090 GPUs in a node.*gpu:3090:8"):
-        inventory.choose(found)
-    assert inventory.choose(found, "cpu").cpus == 64
+        inventory.choose_node_type(found)
+    assert inventory.choose_node_type(found, "cpu").cpus == 64
 
 
 def test_banner_lines_of_sinfo_wrappers_are_ignored():
     wrapped = "NOTICE: maintenance on Monday | see motd\ngpu*|2|64|257000|30:00|1|gpu:4"
-    assert [nodes.count for nodes in inventory.nodes_of(wrapped)] == [2]
+    assert [nodes.count for nodes in inventory.parse_node_types(wrapped)] == [2]
     for text in ("NOTICE: no cluster", "gpu*|two|64|257000|30:00|1|gpu:4"):
         with pytest.raises(JobError, match="is not of the form"):
-            inventory.nodes_of(text)
+            inventory.parse_node_types(text)
 
 
 def test_site_for_select_linear_requests_gpus_by_gres():
-    (nodes,) = inventory.nodes_of("gpu*|2|64|257000|30:00|1|gpu:v100:4")
+    (nodes,) = inventory.parse_node_types("gpu*|2|64|257000|30:00|1|gpu:v100:4")
     said = tomllib.loads(inventory.site_text(nodes, {"SelectType": "select/linear"}))
     assert said["slurm"]["sbatch_options"] == ["--gres=gpu:v100:4"]
     assert "gpus_per_node" not in said["slurm"]
@@ -153,9 +208,9 @@ debug|2|64|257000|30:00|1|gpu:4
 
 
 def write(tmp_path, partition=None, lines=LINES, **more):
-    nodes = inventory.choose(inventory.nodes_of(lines), partition)
+    nodes = inventory.choose_node_type(inventory.parse_node_types(lines), partition)
     file = tmp_path / "site.toml"
-    file.write_text(inventory.site_text(nodes, inventory.settings_of(CONFIG), **more))
+    file.write_text(inventory.site_text(nodes, inventory.parse_settings(CONFIG), **more))
     return Site.load(str(file)), file.read_text()
 
 

@@ -22,7 +22,7 @@ from cluster.heartbeats import (
     write_rank_heartbeat,
 )
 from cluster.job import Job, JobSpec, read_status
-from cluster.logs import last_words
+from cluster.logs import end_reason
 from cluster.poll import Poller, SchedulerAnswer
 from cluster.process import Process
 from cluster.record import ConfigError
@@ -32,17 +32,17 @@ from cluster.state import (
     JobState,
     SchedulerJob,
     StaleAttemptError,
-    ask,
     compile_log,
     last_attempt,
-    read_asked,
     read_exit,
     read_history,
+    read_pending_request,
     read_state,
-    read_taken,
+    read_taken_request,
     take_request,
     update_state,
     write_exit,
+    write_request,
 )
 from cluster.supervisor import fruitless_starts, furthest_steps
 from tests.cluster.jobs import job_spec
@@ -113,7 +113,7 @@ kit: the module cuda/99 cannot be loaded
     ids=["Lmod", "older", "task", "srun", "labelled", "blank", "empty"],
 )
 def test_error_message_is_extracted_from_a_log(text, words):
-    assert last_words(text) == words
+    assert end_reason(text) == words
 
 
 def test_long_error_of_a_scheduler_keeps_its_end():
@@ -227,7 +227,7 @@ def test_status_of_a_running_and_a_stopping_job(tmp_path):
     found = (status.state, status.step, status.attempt, status.exit_code)
     assert found == (JobState.RUNNING, 7, 1, None) and "step 7" in status.reason
     assert status.heartbeat_age_s is not None and status.heartbeat_age_s < 5
-    ask(tmp_path, "stop")
+    write_request(tmp_path, "stop")
     assert read_status(tmp_path).state is JobState.STOPPING
 
 
@@ -321,8 +321,8 @@ def test_claim_increments_attempt_and_clears_requests(tmp_path):
     with pytest.raises(JobError, match=r"in use: attempt 1 is queued.*kit stop .* \(--now"):
         claim_attempt(run_dir)
     write_exit(run_dir, ended(attempt=1))
-    ask(run_dir, "stop")
-    assert claim_attempt(run_dir) == 2 and read_asked(run_dir, "stop") is None
+    write_request(run_dir, "stop")
+    assert claim_attempt(run_dir) == 2 and read_pending_request(run_dir, "stop") is None
     (run_dir / "state.json").unlink()
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "logs" / "attempt_120_rank_00000.log").touch()
@@ -335,13 +335,13 @@ def test_request_is_taken_once(tmp_path):
     job_spec(tmp_path, "x").write(tmp_path / "job.json")
     assert not take_request(tmp_path, "stop")
     Job.attach(tmp_path).checkpoint()
-    assert read_asked(tmp_path, "stop") is None
+    assert read_pending_request(tmp_path, "stop") is None
     (tmp_path / "control" / "request_stop").touch()
     for request in ("checkpoint", "stop"):
-        asked = read_asked(tmp_path, request)
+        asked = read_pending_request(tmp_path, request)
         assert asked and asked.asked_at == pytest.approx(time.time(), abs=5)
         assert take_request(tmp_path, request, step=7) and not take_request(tmp_path, request)
-    taken = read_taken(tmp_path, "stop")
+    taken = read_taken_request(tmp_path, "stop")
     assert taken and taken.step == 7 and 0 <= taken.taken_at - taken.asked_at < 5
 
 
@@ -574,4 +574,4 @@ def test_reason_of_compile_job_is_its_first_failure(tmp_path):
     (tmp_path / "logs" / "compile_rank_00000.log").write_text("no compiler\n")
     state = read_state(tmp_path)
     assert state is not None
-    assert status.with_last_words(tmp_path, state, "failed").endswith(": no compiler")
+    assert status.with_end_reason(tmp_path, state, "failed").endswith(": no compiler")

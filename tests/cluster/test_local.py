@@ -22,11 +22,11 @@ from cluster.record import ConfigError
 from cluster.state import (
     JobError,
     JobState,
-    ask,
     last_attempt,
     read_exit,
     read_state,
     update_state,
+    write_request,
 )
 from cluster.status import read_status
 from cluster.submission import submit
@@ -334,7 +334,7 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path, launch):
     )
     assert launch(code, 1).wait(20).state is FAILED
     # This stop request comes after the end of attempt 1 and does not apply to attempt 2.
-    ask(tmp_path, "stop")
+    write_request(tmp_path, "stop")
     job = launch(code, 1)
     assert (job.wait(20).state, job.status().attempt) == (DONE, 2)
     assert (

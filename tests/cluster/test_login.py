@@ -21,10 +21,10 @@ from cluster.interpreter import module_command
 from cluster.job import Job
 from cluster.login import connection, mirror
 from cluster.login.connection import NoConnectionError
-from cluster.login.submit import attach, refuse_lacking, source_archive
+from cluster.login.submit import attach, check_remote_paths, source_archive
 from cluster.record import ConfigError
 from cluster.render import render
-from cluster.site import Site, There
+from cluster.site import RemotePaths, Site
 from cluster.state import Event, JobError, JobState
 from kit import launcher
 from kit.cli.app import app
@@ -54,7 +54,7 @@ def own_key(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def behind(site, login_node, tmp_path):
     """The site of the simulated cluster, reached through its login node."""
-    there = There(python=sys.executable, folder=str(tmp_path / "there"), source=str(ROOT))
+    there = RemotePaths(python=sys.executable, folder=str(tmp_path / "there"), source=str(ROOT))
     return site.replace(login="frontier", there=there)
 
 
@@ -116,7 +116,7 @@ def test_failure_behind_a_login_node_has_a_reason(behind, login_node, tmp_path):
 
 
 def test_job_is_attachable_after_lost_submit_answer(behind, tmp_path, monkeypatch):
-    here, ask = tmp_path / "laptop" / "run", mirror.Mirror.ask
+    here, ask = tmp_path / "laptop" / "run", mirror.Mirror.send_request
 
     def cut(self, **request):
         answer = ask(self, **request)
@@ -124,7 +124,7 @@ def test_job_is_attachable_after_lost_submit_answer(behind, tmp_path, monkeypatc
             raise NoConnectionError("frontier did not answer")
         return answer
 
-    monkeypatch.setattr(mirror.Mirror, "ask", cut)
+    monkeypatch.setattr(mirror.Mirror, "send_request", cut)
     with pytest.raises(NoConnectionError, match="Whether the job was taken: `kit status`"):
         submission.submit(lone(here), behind)
     job = Job.attach(here)
@@ -182,7 +182,7 @@ def test_refused_remote_submission_leaves_no_files(behind, tmp_path):
     with pytest.raises(JobError, match="frontier: .*taken exists there already"):
         submission.submit(lone(laptop / "taken"), behind)
     with pytest.raises(ConfigError, match="is not on frontier"):
-        refuse_lacking(behind, [f"{tmp_path}/nowhere"], "torch")
+        check_remote_paths(behind, [f"{tmp_path}/nowhere"], "torch")
     with pytest.raises(JobError, match="frontier: exit code 12[67].*no/python"):
         submission.submit(lone(laptop / "run"), with_python(behind, "/no/python"))
     assert not laptop.exists()
@@ -200,13 +200,13 @@ def test_remote_python_without_torch_is_refused(behind, tmp_path):
     with pytest.raises(ConfigError, match=r"there.python: .*/bin/python on frontier has no torch"):
         kit.launch(here, **DEMO, recipe=recipe, site=bare)
     assert not here.exists() and [path.name for path in data.parent.iterdir()] == ["data"]
-    refuse_lacking(behind, [str(data)], "torch")
+    check_remote_paths(behind, [str(data)], "torch")
     for own in (
         {"environment": {"PYTHONPATH": "/opt/torch"}},
         {"setup": ("source env.sh",)},
         {"modules": ("torch",)},
     ):
-        refuse_lacking(bare.replace(slurm=bare.slurm.replace(**own)), [str(data)], "torch")
+        check_remote_paths(bare.replace(slurm=bare.slurm.replace(**own)), [str(data)], "torch")
 
 
 def test_missing_remote_run_directory_is_reported(pair, tmp_path):
@@ -215,7 +215,7 @@ def test_missing_remote_run_directory_is_reported(pair, tmp_path):
     """
     there, here = pair
     with pytest.raises(JobError, match="/never is no run directory there"):
-        mirror_at(tmp_path / "never").ask(do="status")
+        mirror_at(tmp_path / "never").send_request(do="status")
     (there / "job.json").unlink()
     with pytest.raises(JobError, match="not there any more .* What was copied before is kept"):
         fetch(here)
@@ -256,7 +256,7 @@ exec bash -c "$*"
 @pytest.fixture
 def next_door(same_machine, tmp_path):
     """A site whose login node is this machine, reached by the fake ssh."""
-    there = There(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
+    there = RemotePaths(python=sys.executable, folder=str(tmp_path / "there"), sync=True)
     site = Site.load("laptop").replace(scheduler="slurm", login="frontier", name="mine")
     return site.replace(there=there)
 
@@ -265,10 +265,10 @@ def test_source_is_sent_once_into_a_private_folder(next_door, tmp_path):
     """The second command sends no source again. A source folder that another user owns or can write
     to is refused.
     """
-    refuse_lacking(next_door, [], "torch")
+    check_remote_paths(next_door, [], "torch")
     (folder,) = (file.parents[2] for file in tmp_path.glob("there/*/*/cluster/login/answer.py"))
     sent = folder.stat().st_ctime_ns
-    refuse_lacking(next_door, [], "torch")
+    check_remote_paths(next_door, [], "torch")
     assert folder.stat().st_ctime_ns == sent and source_archive() == source_archive()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "kit" / "train.py").exists()
     pwned = tmp_path / "pwned"
@@ -279,7 +279,10 @@ def test_source_is_sent_once_into_a_private_folder(next_door, tmp_path):
     mine = mirror_at("/run").replace(source=str(folder)).own()
     for done in theirs:
         done()
-        for asks in (lambda: refuse_lacking(next_door, [], "torch"), lambda: mine.ask(do="stop")):
+        for asks in (
+            lambda: check_remote_paths(next_door, [], "torch"),
+            lambda: mine.send_request(do="stop"),
+        ):
             with pytest.raises(JobError, match=f"{folder} is no folder that you alone can write"):
                 asks()
         assert not pwned.exists()
@@ -289,7 +292,7 @@ def test_remote_scripts_name_no_local_path():
     """The text of the scripts that advises on many nodes names no local path either. No login node
     is contacted.
     """
-    there = There(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
+    there = RemotePaths(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
     site = Site.load("generic-gpu-slurm").replace(login="nowhere", there=there)
     job = lone(ROOT / "run").replace(num_nodes=20, num_processes=20)
     told = render(job.replace(argv=module_command("kit.train", "--run", job.run_dir)), site)
@@ -306,7 +309,7 @@ def test_site_file_source_may_be_writable_by_others(next_door, tmp_path):
     shutil.copytree(ROOT / "cluster", source / "cluster")
     source.chmod(0o777)
     there = next_door.there.replace(sync=False, source=str(source))
-    refuse_lacking(next_door.replace(there=there), [], "torch")
+    check_remote_paths(next_door.replace(there=there), [], "torch")
 
 
 @pytest.fixture
@@ -410,8 +413,11 @@ def test_mirror_of_another_user_runs_no_command(pair, same_machine):
 
 
 def test_fetch_follows_no_link_on_either_side(pair, tmp_path):
-    """Remote files do not replace login.json, which says to which remote run the local mirror
-    belongs. Neither site.json nor hidden files are fetched.
+    """A link in the local mirror is replaced, and its target stays unchanged. A metrics.jsonl that
+    is a link or has further hard links is refused. Links in the remote run are not fetched.
+
+    Remote files do not replace login.json, which says to which remote run the local mirror belongs.
+    Neither site.json nor hidden files are fetched.
     """
     there, here = pair
     mine, names = tmp_path / "mine", ("state.json", "metrics.jsonl", "logs/attempt_01/x.log")
@@ -456,7 +462,7 @@ def test_alerts_missed_while_offline_are_reported_once(pair, tmp_path, monkeypat
 
         def look():
             dashboard.read()
-            dashboard.look()
+            dashboard.update_status()
             on_alert.run_for_new_alerts()
             return len(dashboard.columns)
 

@@ -20,11 +20,11 @@ from cluster.render import render
 from cluster.state import (
     JobState,
     SchedulerJob,
-    ask,
-    read_asked,
     read_exit,
+    read_pending_request,
     read_state,
     update_state,
+    write_request,
 )
 from tests.cluster.eks import eks, training_job
 from tests.cluster.shell import hostile_text, programs, shellcheck, told
@@ -182,17 +182,17 @@ def test_pod_sigterm_stops_one_attempt_only(pod, tmp_path):
     # Kubernetes signals only the first process of a container.
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(30) == 143
-    asked = read_asked(run, "stop")
+    asked = read_pending_request(run, "stop")
     assert read_exit(run) is None and asked is not None and not asked.by_person
 
     job = pod_job(tmp_path)
     assert pod(job, site).wait(30) == 0, "started again, it has not been told"
-    assert read_asked(run, "stop") is None and read_exit(run).attempt == 2
+    assert read_pending_request(run, "stop") is None and read_exit(run).attempt == 2
     state = read_state(run)
     state.replace(state=JobState.RUNNING).write(run / "state.json")  # a live job can be asked
-    ask(run, "stop")
+    write_request(run, "stop")
     assert pod(job, site).wait(30) == 0
-    assert read_asked(run, "stop").by_person, "what a person has asked for is kept"
+    assert read_pending_request(run, "stop").by_person, "what a person has asked for is kept"
 
 
 def test_pod_exits_with_78_for_permanent_failures(pod, tmp_path):

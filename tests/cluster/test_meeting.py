@@ -26,7 +26,7 @@ def pod(
     """
     program = (
         "import sys; from cluster.kubernetes import meeting, __main__ as main;"
-        f"meeting.host.__defaults__ = meeting.join.__defaults__ = ({limit_s},);"
+        f"meeting.wait_for_pods.__defaults__ = meeting.join_first_pod.__defaults__ = ({limit_s},);"
         "sys.exit(main.main(sys.argv[1:]))"
     )
     words = ["meet", run_dir, address, port, num_pods, index, *([] if index else [1])]
@@ -60,7 +60,7 @@ def test_exit_report_names_missing_pods(tmp_path):
 
 
 def test_unresolvable_first_pod_is_reported():
-    problem = meeting.join(("run-0.run.invalid", 29500), 2, limit_s=1.0)
+    problem = meeting.join_first_pod(("run-0.run.invalid", 29500), 2, limit_s=1.0)
     assert problem is not None
     for words in ("pod 2 on", "run-0.run.invalid:29500", "cannot be looked up", "headless Service"):
         assert words in problem

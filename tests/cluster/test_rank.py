@@ -13,7 +13,7 @@ import pytest
 
 from cluster.logs import keep_last_lines
 from cluster.process import Process
-from cluster.slurm.rank import Failure, failures_of
+from cluster.slurm.rank import Failure, failure_folder
 from cluster.state import find_log, update_state
 from tests.support.waiting import eventually
 
@@ -29,7 +29,7 @@ def keeper(tmp_path):
         started.append(subprocess.Popen(words, env={**os.environ, **given}))
         return started[-1]
 
-    failures_of(tmp_path, 1).mkdir(parents=True)
+    failure_folder(tmp_path, 1).mkdir(parents=True)
     yield start
     for process in started:
         process.kill()
@@ -40,10 +40,10 @@ def test_rank_failure_is_recorded_and_children_end(keeper, tmp_path):
     left = tmp_path / "left"
     process = keeper(f"sleep 1000 & echo $! > {shlex.quote(str(left))}; kill -9 $$", rank=3)
     assert process.wait(30) == 137
-    failure = Failure.read(failures_of(tmp_path, 1) / "rank_00003.json")
+    failure = Failure.read(failure_folder(tmp_path, 1) / "rank_00003.json")
     assert (failure.rank, failure.code) == (3, -9)
     assert not os.path.exists(f"/proc/{left.read_text().strip()}")
-    assert keeper("exit 0").wait(30) == 0 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
+    assert keeper("exit 0").wait(30) == 0 and len(list(failure_folder(tmp_path, 1).iterdir())) == 1
 
 
 def test_rank_ended_after_peer_failure_is_not_blamed(keeper, tmp_path):
@@ -52,9 +52,9 @@ def test_rank_ended_after_peer_failure_is_not_blamed(keeper, tmp_path):
     """
     process = keeper(f"touch {shlex.quote(str(tmp_path / 'begun'))}; exec sleep 1000")
     assert eventually((tmp_path / "begun").exists, 30)
-    (failures_of(tmp_path, 1) / "rank_00003.json").touch()
+    (failure_folder(tmp_path, 1) / "rank_00003.json").touch()
     process.terminate()
-    assert process.wait(30) == 137 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
+    assert process.wait(30) == 137 and len(list(failure_folder(tmp_path, 1).iterdir())) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

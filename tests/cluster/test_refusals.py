@@ -10,7 +10,7 @@ from cluster.job import Job, JobSpec
 from cluster.kubernetes.manifest import manifests
 from cluster.record import ConfigError
 from cluster.render import check_submittable, nodes_for, render
-from cluster.site import Fact, Site, There
+from cluster.site import Fact, RemotePaths, Site
 from cluster.slurm import inventory
 from cluster.state import JobError
 from cluster.submission import submit
@@ -33,7 +33,7 @@ def rendered(name, num_nodes=2, per_node=None, **changes):
 
 
 def there(folder="/lustre/me", **where):
-    return There(python="/usr/bin/python3", folder=folder, **where)
+    return RemotePaths(python="/usr/bin/python3", folder=folder, **where)
 
 
 def measured(value):
@@ -121,9 +121,11 @@ REFUSED = [
     (lambda: there("runs", sync=True), "there.folder: 'runs' is.* Give an absolute path"),
     (lambda: FRONTIER.replace(login="-oProxyCommand=x"), "login: '-oProxyCommand=x' is not all"),
     # The following rows are outputs of Slurm commands that cannot be parsed.
-    (lambda: inventory.nodes_of("PARTITION AVAIL TIMELIMIT"), "is not of the form"),
+    (lambda: inventory.parse_node_types("PARTITION AVAIL TIMELIMIT"), "is not of the form"),
     (
-        lambda: inventory.choose(inventory.nodes_of("gpu|2|64|257000|30:00|1|gpu:4"), "gpuu"),
+        lambda: inventory.choose_node_type(
+            inventory.parse_node_types("gpu|2|64|257000|30:00|1|gpu:4"), "gpuu"
+        ),
         "--partition: 'gpuu' is unknown. Did you mean 'gpu'",
     ),
 ]

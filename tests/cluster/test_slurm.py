@@ -539,7 +539,10 @@ def test_stray_lines_of_slurm_commands_are_ignored(sandbox, site, tmp_path, monk
     words = ("bash", "-c", "echo $MASTER_ADDR; sleep 600")
     with monkeypatch.context() as wrapped:
         wrapped.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
-        assert {nodes.partition for nodes in inventory.nodes_of(slurm_command([*inventory.SINFO]))}
+        assert {
+            nodes.partition
+            for nodes in inventory.parse_node_types(slurm_command([*inventory.SINFO]))
+        }
         job = submit(job_spec(tmp_path / "run", *words), with_slurm(site, partition="batch"))
         assert eventually(lambda: job.logs(0) or job.state.is_final), job.status()
         assert job.logs(0) == "node1\n" and job.state is JobState.STARTING

@@ -11,19 +11,19 @@ from cluster.attempts import AttemptOutcome, take_over
 from cluster.directory_handle import RunDirectory
 from cluster.slurm import supervisor as module
 from cluster.slurm.queries import native_state
-from cluster.slurm.rank import Failure, failures_of
+from cluster.slurm.rank import Failure, failure_folder
 from cluster.slurm.supervisor import SlurmSupervisor
 from cluster.state import (
     JobError,
     JobState,
     SchedulerJob,
     StaleAttemptError,
-    ask,
-    read_asked,
     read_exit,
+    read_pending_request,
     read_state,
     take_request,
     update_state,
+    write_request,
 )
 from tests.cluster.jobs import standin
 
@@ -56,7 +56,7 @@ def happen(supervisor, *events):
     """
     for event in events:
         if event == "person":
-            ask(supervisor.run_dir, "stop")
+            write_request(supervisor.run_dir, "stop")
         elif event == "scheduler":
             supervisor._ask_to_stop("preempted", JobState.PREEMPTED)
         elif event == "taken":
@@ -96,21 +96,21 @@ def test_users_stop_request_survives_a_slurm_requeue(supervisor):
     """
     happen(supervisor, "scheduler")
     assert take_over(supervisor.run_dir, supervisor.job) == 2
-    assert read_asked(supervisor.run_dir, "stop") is None
+    assert read_pending_request(supervisor.run_dir, "stop") is None
     happen(supervisor, "person", "taken")
     assert take_over(supervisor.run_dir, supervisor.job) == 3
-    assert read_asked(supervisor.run_dir, "stop") is not None
+    assert read_pending_request(supervisor.run_dir, "stop") is not None
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_stop_request_is_retried_until_written(supervisor, monkeypatch, code):
     write = Mock(side_effect=[OSError(code, os.strerror(code))] * 2 + [None])
-    monkeypatch.setattr(module, "ask", write)
+    monkeypatch.setattr(module, "write_request", write)
     supervisor._ask_to_stop("the time limit is near")
-    assert supervisor.must_ask
+    assert supervisor.must_request_stop
     for _ in range(4):
         supervisor._write_request()
-    assert not supervisor.must_ask and write.call_count == 3
+    assert not supervisor.must_request_stop and write.call_count == 3
 
 
 @pytest.mark.parametrize(("max_restarts", "fate"), [(2, "requeue"), (0, "end")])
@@ -138,7 +138,7 @@ def test_supervisor_of_older_attempt_changes_nothing(supervisor, monkeypatch, fa
     neither requeue the job nor submit the job again.
     """
     outcome = dataclasses.replace(LOST, fate=fate)
-    for name in ("begin_elsewhere", "requeue_this", "begin_attempt"):
+    for name in ("submit_replacement_job", "requeue_this", "begin_attempt"):
         monkeypatch.setattr(module, name, Mock(side_effect=AssertionError(name)))
     monkeypatch.setattr(supervisor, "run_ranks", lambda: outcome)
     assert take_over(supervisor.run_dir, supervisor.job) == 2
@@ -217,19 +217,19 @@ def test_sigterm_from_srun_is_no_stop_request(supervisor, monkeypatch, has_faile
     failure.
     """
     monkeypatch.setattr(module, "native_state", lambda job: "RUNNING")
-    failures_of(supervisor.run_dir, 1).mkdir(parents=True)
+    failure_folder(supervisor.run_dir, 1).mkdir(parents=True)
     if has_failed:
         failure = Failure(rank=3, code=1, node="node2", time=1.0)
-        failure.write(failures_of(supervisor.run_dir, 1) / "rank_00003.json")
+        failure.write(failure_folder(supervisor.run_dir, 1) / "rank_00003.json")
     assert supervisor._told_to_end() is None
-    assert (read_asked(supervisor.run_dir, "stop") is None) == has_failed
+    assert (read_pending_request(supervisor.run_dir, "stop") is None) == has_failed
 
 
 def test_first_failure_ignores_node_clocks(supervisor):
     """The clock of node3 is slow. The failure of the rank on node3 therefore has an earlier time
     than the failure on node2, although the rank on node3 failed later.
     """
-    folder = failures_of(supervisor.run_dir, 1)
+    folder = failure_folder(supervisor.run_dir, 1)
     folder.mkdir(parents=True)
     for rank, node, by_node_s, written_s in ((3, "node2", 500.0, 100), (1, "node3", 1.0, 101)):
         file = folder / f"rank_{rank:05d}.json"

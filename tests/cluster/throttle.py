@@ -15,7 +15,7 @@ from cluster.sandbox import Sandbox
 from cluster.site import Fact, Links, Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
-from kit.monitor.speed import compare_attempt
+from kit.monitor.speed import compare_speed_with_prediction
 from kit.run import Run
 
 SPEC = ModelSpec.llama(
@@ -106,10 +106,12 @@ def as_it_runs(run: Run) -> Site:
 
     def seconds(site: Site, *names: str) -> float:
         asked = Run(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe, site=site)
-        terms = compare_attempt(asked, 0).terms_s
+        terms = compare_speed_with_prediction(asked, 0).terms_s
         return sum(terms[name] for name in names)
 
-    rate = 1e11 * seconds(at(1e11, 1e9), "gemm", "attention", "embedding_logits") / passes_s
+    # The peak is the first guess, since no rate above it is accepted.
+    passes_at_peak_s = seconds(at(measured, 1e9), "gemm", "attention", "embedding_logits")
+    rate = measured * passes_at_peak_s / passes_s
     low, high = 1e6, 1e10
     for _ in range(14):
         middle = (low * high) ** 0.5
