@@ -18,7 +18,7 @@ from kit.papers.facts import read_paper_toml
 from kit.run import Run
 from kit.show.style import Rows, save_figure
 
-Given = Sequence[Run | str | Path]
+UserRuns = Sequence[Run | str | Path]
 """Runs of the user that a figure shows beside the paper: opened runs, run directories, or folders
 that contain run directories."""
 
@@ -47,7 +47,7 @@ class PaperFigure(Appearance):
     """Whether the figure has panels for curves of the paper whose numbers the kit does not know.
     Such a panel is empty, so it is drawn only if the user adds points from the paper's figure."""
 
-    def draw(self, runs: Given = (), *, points: str | Path | None = None) -> tuple[Any, Rows]:
+    def draw(self, runs: UserRuns = (), *, points: str | Path | None = None) -> tuple[Any, Rows]:
         """Returns (figure, rows of its data table), with the runs and points of the user added. If
         the paper prints a table, the first item is a table instead of a figure.
 
@@ -76,18 +76,18 @@ class PaperFigure(Appearance):
         )
         return drawn, rows
 
-    def points_template(self, name: str, runs: Given = ()) -> str:
+    def points_template(self, name: str, runs: UserRuns = ()) -> str:
         """Returns the text of a CSV file in which the user fills in points. The text has one line
         for each series (labelled curve or set of points) of this figure.
 
         `name` is the name of the figure, which the first line of the file quotes.
         """
-        from kit.papers.points import template
+        from kit.papers.points import points_template
 
         figure, _ = self._draw(runs, for_points=True)
-        return template(name, figure)
+        return points_template(name, figure)
 
-    def _draw(self, runs: Given, *, for_points: bool) -> tuple[Any, Rows]:
+    def _draw(self, runs: UserRuns, *, for_points: bool) -> tuple[Any, Rows]:
         """Returns (figure or table, rows of its data) without points of the user.
 
         If `for_points` is true, the caller will add points to the figure. Then panels for curves of
@@ -159,7 +159,7 @@ def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> Rows
 def save_all(
     figures: dict[str, PaperFigure],
     folder: Path,
-    runs: Given = (),
+    runs: UserRuns = (),
 ) -> dict[str, str]:
     """Writes figures into a folder as NAME.svg, NAME.png and NAME.csv, and tables as NAME.csv.
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -26,12 +27,14 @@ HEAD = """# Claims of {title}
 
 What the paper claims, and what a fresh clone finds, made by `make gallery`.
 **{predicted} of {total} claims are predicted:** the kit had said the paper's number without it, closely enough to be wrong.
+{statements}
 
 {counts}
 
 Found: the kit's model with its 90 % interval in brackets, or a run of this machine at demo scale where that is said;
 no number in that column is typed. Tolerance: what counts as the paper's number, its last printed digit where nothing else is said.
 Width: half the range of published numbers that would have passed, interval and tolerance together, as a share of what is found.
+{bias}
 
 How well known: *read* in the paper or in its authors' code and logs; *quoted* in somebody's account of it; *derived*
 from numbers that were read; *remembered*, so only a trend is checked.
@@ -57,6 +60,8 @@ VERDICTS = {
     "demo": "trend at demo scale",
 }
 """Maps the kind of a claim to the verdict that the page prints if the claim holds."""
+FEWEST_FOR_BIAS = 3
+"""Smallest number of predictions of one published number for which the page states their bias."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,8 +104,8 @@ class Claim(Record):
         default_factory=dict,
     )
     less: dict[str, Any] = field_doc(
-        "columns and values that select a row whose number is subtracted from the number of"
-        " the row `at`; default: nothing is subtracted",
+        "columns and values that select a row whose number is subtracted from the"
+        " number of the row that `at` selects; default: nothing is subtracted",
         default_factory=dict,
     )
     last: bool = field_doc(
@@ -122,6 +127,16 @@ class Claim(Record):
         default=0.0,
     )
     expected: str = field_doc("expected result in words; default: the claimed number", default="")
+    assumes: str = field_doc(
+        "what the check assumes about the paper although it is only remembered, and although"
+        " another value would change the result; default: the check needs no such assumption",
+        default="",
+    )
+    fitted: bool = field_doc(
+        "whether the kit's formula was changed until it agreed with the claimed number, after"
+        " this number was known",
+        default=False,
+    )
     command: str = field_doc(
         "command that checks the claim; default: the command that draws the figure", default=""
     )
@@ -197,8 +212,15 @@ def verdict(claim: Claim, found: Relation | None) -> str:
         return "not testable here"
     if found.verdict == "fails":
         return "missed"
-    if claim.kind == "prediction" and found.width > WEAK:
-        return "weak"
+    if claim.fitted:
+        return "fitted afterwards"
+    if claim.kind == "prediction":
+        if claim.assumes:
+            return "undecided"
+        if claim.about and not found.low <= _claimed_number(claim) <= found.high:
+            return "within tolerance only"
+        if found.width > WEAK:
+            return "weak"
     return VERDICTS[claim.kind]
 
 
@@ -218,7 +240,7 @@ def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
     return rows
 
 
-def page(paper: Paper, runs: Runs = ()) -> str:
+def claims_page(paper: Paper, runs: Runs = ()) -> str:
     """Returns the page of a paper's claims in Markdown.
 
     `runs` are folders with small training runs of this machine. Their measurements check the claims
@@ -227,23 +249,57 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     drawn = drawn_rows(paper, runs)
     lines = []
     num_claims: Counter[str] = Counter()
+    values: dict[tuple[str, ...], list[float]] = {}
     for claim in claims(paper):
         relation = check_claim(claim, drawn[claim.figure])
         lines.append(_cells(claim, relation))
         num_claims[verdict(claim, relation)] += 1
+        found = values.setdefault(claim.fact or (claim.claim,), [])
+        if relation is not None and claim.kind == "prediction":
+            found.append(relation.value)
+    statements = ""
+    if len(values) < len(lines):
+        statements = (
+            f"They check {len(values)} statements of the paper: a statement about several numbers"
+            " of nodes is one claim for each."
+        )
     counts = [
         {"verdict": name, "claims": str(num_claims[name]), "it says": meaning}
         for name, meaning in read_paper_toml("claims")["verdicts"].items()
     ]
-    return HEAD.format(
+    page = HEAD.format(
         title=TITLES[paper],
         notebook=NOTEBOOKS[paper],
         model=PAPERS[paper].model_error(),
         predicted=num_claims["predicted"],
         total=len(lines),
+        statements=statements,
+        bias=_bias_lines(paper, values),
         counts=_markdown_table(counts),
         lines=_markdown_table(lines),
     )
+    # A paper without repeated statements or bias has empty lines in their place.
+    return re.sub(r"\n{3,}", "\n\n", page)
+
+
+def _bias_lines(paper: Paper, values: Mapping[tuple[str, ...], Sequence[float]]) -> str:
+    """Returns a line with the bias of all predictions of one published number, for each number with
+    at least FEWEST_FOR_BIAS predictions. `values` maps the number's `fact` to the predicted values.
+
+    Wide intervals can contain a number although all predictions lie on one side of it. The column
+    of verdicts does not show this.
+    """
+    lines = []
+    for fact, found in values.items():
+        if len(found) >= FEWEST_FOR_BIAS:
+            number = PAPERS[paper].FACTS.only(*fact).number
+            above = sum(value > number for value in found)
+            mean = sum(found) / len(found) / number - 1
+            lines.append(
+                f"Bias, {fact[1]}: {above} of {len(found)} numbers found are above the paper's"
+                f" {number:g}; their mean error is {mean:+.0%}."
+            )
+    return "\n".join(lines)
 
 
 def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -287,6 +343,11 @@ def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
     return claim.times * float(text.replace(",", ""))
 
 
+def _claimed_number(claim: Claim) -> float:
+    """Returns the published number of a claim with `fact`."""
+    return PAPERS[claim.paper].FACTS.only(*claim.fact).number
+
+
 def _tolerance(claim: Claim) -> tuple[float, float]:
     """Returns (least, most), the range of numbers that count as equal to the claimed number.
 
@@ -314,7 +375,10 @@ def _range(ends: Sequence[float]) -> str:
 
 
 def _cells(claim: Claim, found: Relation | None) -> dict[str, str]:
-    """Returns the row of one claim in the table of the page, as a dict from column name to cell."""
+    """Returns the row of a claim in the table of the page that `claims_page` writes, as a dict from
+    column name to cell. `found` is the result of the check of the claim, or None if it was not
+    checked.
+    """
     known = claim.known
     expected = claim.expected
     source = claim.source
@@ -342,7 +406,7 @@ def _cells(claim: Claim, found: Relation | None) -> dict[str, str]:
         "found": number,
         "width": width,
         "verdict": f"**{verdict(claim, found)}**",
-        "note": claim.note,
+        "note": "; ".join(text for text in (claim.assumes, claim.note) if text),
         "command": f"`{claim.command or kit_command('figure', claim.figure)}`",
         "source": source,
     }

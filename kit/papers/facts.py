@@ -93,8 +93,8 @@ class Facts:
         return tuple(fact for fact in self.facts if fact.series == series)
 
     def only(self, series: str, x: str) -> PaperFact:
-        """Returns the published number of a series at the position `x`, with its source. A series
-        has at most one number per position.
+        """Returns the published value of a series at the position `x`, with its source. A series
+        has at most one value per position.
         """
         return {fact.x: fact for fact in self[series]}[x]
 
@@ -182,11 +182,11 @@ class Relation:
 
     @property
     def width(self) -> float:
-        """Half-width of the range of published numbers that would have passed the check, as a
-        fraction of `value`. A small width makes a passed check strong evidence.
+        """Half the length of the range in which the paper's number could have lain with a passed
+        check, as a fraction of `value`. If the range is short, a passed check is strong evidence.
 
-        This range is `within`, widened by the interval of `value`. The width is infinite if one end
-        of `within` is infinite.
+        The length of this range is the length of `within` plus the length of the interval of
+        `value`. The width is infinite if one end of `within` is infinite.
         """
         least, most = self.within
         accepted = most - least

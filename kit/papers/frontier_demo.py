@@ -16,7 +16,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.estimate.tuning.objectives import MeasuredRate
 from kit.estimate.tuning.tune import Trials, tune
-from kit.papers.layers import WARM_UP, Runs, kept, note_load, open_runs, scale_of
+from kit.papers.layers import WARM_UP, Runs, open_runs, read_or_make, record_load, scale_of
 from kit.run import Run
 
 MODEL = ModelSpec.gpt(
@@ -83,13 +83,13 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
         TrialFailure: A run failed.
     """
     rate = measured_objective(directory, data)
-    note_load(directory)
+    record_load(directory)
     for parameters in STUDY:
         rate(parameters)
     return open_runs([directory])
 
 
-def demo_search(directory: str | Path, data: str | Path) -> Trials:
+def search_demo_layouts(directory: str | Path, data: str | Path) -> Trials:
     """Returns the trials of a hyperparameter search that measures real runs of this machine.
 
     The search stores its runs in `directory`. Runs that `directory` already contains are used again
@@ -107,7 +107,7 @@ def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
     stored in `directory` and read again later. Columns: kernel, sequence_length (tokens), and
     seconds (a list with one time per repetition).
     """
-    return kept(Path(directory) / ATTENTION, _timed_attention)
+    return read_or_make(Path(directory) / ATTENTION, _timed_attention)
 
 
 def _timed_attention() -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def _timed_attention() -> list[dict[str, Any]]:
     return rows
 
 
-def select(runs: Runs, **fields: Any) -> list[Run]:
+def select_runs(runs: Runs, **fields: Any) -> list[Run]:
     """Returns the runs that a panel shows. Runs of clusters are always included. A run of this
     machine is included if the fields of its plan have the values in `fields`.
     """
@@ -154,10 +154,10 @@ def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
     This run is the only run of this machine whose plan has the values in `fields`. If no run or
     more than one run has these values, all three numbers are NaN.
     """
-    chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
+    chosen = [run for run in select_runs(runs, **fields) if scale_of(run) == "demo"]
     if len(chosen) != 1:
         return math.nan, math.nan, math.nan
-    low, middle, high = np.quantile(tokens_per_s_and_device(chosen[0])[WARM_UP:], (0.25, 0.5, 0.75))
+    low, middle, high = np.quantile(tokens_per_s_per_device(chosen[0])[WARM_UP:], (0.25, 0.5, 0.75))
     return float(middle), float(low), float(high)
 
 
@@ -172,7 +172,7 @@ def run_hfu_percent(run: Run) -> np.ndarray:
     return 100 * hfu
 
 
-def tokens_per_s_and_device(run: Run) -> np.ndarray:
+def tokens_per_s_per_device(run: Run) -> np.ndarray:
     """Returns the tokens per second per device of each step. On this machine, processes that share
     a core count as one device.
     """

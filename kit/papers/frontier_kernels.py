@@ -30,17 +30,18 @@ from kit.papers.layers import (
     Runs,
     demo_source,
     folders_with,
-    on_clusters,
+    measured_on_clusters,
     study_points,
 )
-from kit.papers.panels import FigureContent, panel_rows
+from kit.papers.panels import FigureContent, draw_layers, panel_rows
 from kit.show.theme import GREY, SLATE
 
 TOKENS_PER_STEP = 640 * 2048
 """Number of tokens per training step of the 175B model in the authors' launch script: 640 sequences
 of 2,048 tokens."""
-NAME_OFFSETS = ((12, 20), (-44, 26), (10, -20))
-"""(x, y) offset of each model's name from its point in the roofline, in points of 1/72 inch."""
+ENLARGED_PANEL = (0.12, 0.11, 0.36, 0.42)
+"""Place of the small panel in the roofline as (left, bottom, width, height), in shares of the large
+panel. The small panel enlarges the points with fused attention, which are near each other."""
 
 
 def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True) -> float:
@@ -87,29 +88,45 @@ def roofline_content(runs: Runs = ()) -> FigureContent:
     hardware = frontier_calibration().hardware
     peak = float(hardware.peak_flops_per_s)
     memory = float(hardware.memory_bytes_per_s)
-    own = on_clusters(
+    own = measured_on_clusters(
         runs,
         x=lambda run: layer_intensity(run.spec, run.plan),
         y=lambda run: peak / 1e14 * run_hfu_percent(run),
     )
     roofs = [
         _roof("data sheet", peak, memory),
-        _roof("best matrix product seen", float(hardware.attention_flops_per_s), memory),
+        _roof("fastest matrix product", float(hardware.attention_flops_per_s), memory),
     ]
 
     def name_recipes(figure: Any) -> None:
         [axis] = figure.axes
-        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
-        for i, (name, offset) in enumerate(zip(MODELS, NAME_OFFSETS, strict=True)):
-            _note(axis, name, (fused.x[i], published.y[i]), offset, SLATE, arrowprops=line)
+        for i, name in enumerate(MODELS):
             _note(axis, name, (written.x[i], written.low[i]), (0, -15), SLATE, ha="center")
-        _note(axis, "memory, 1.6 TB/s", (34, 34e-12 * memory), (-4, 6), GREY, rotation=45)
+        _note(axis, "memory, 1.6 TB/s", (58, 58e-12 * memory), (-8, 12), GREY, rotation=45)
+        _draw_enlarged(axis, published, fused)
 
     return FigureContent(
         panels={"": [published, fused, written, *roofs, *own]},
         values={"ridge": f"{peak / memory:.0f}"},
         annotate=name_recipes,
     )
+
+
+def _draw_enlarged(axis: Any, published: FigureLayer, fused: FigureLayer) -> None:
+    """Draws a small panel in the roofline with the paper's points and the modelled points of fused
+    attention, and a rectangle around these points in the large panel.
+    """
+    small = axis.inset_axes(ENLARGED_PANEL)
+    draw_layers(small, [published, fused])
+    left, right = 0.96 * fused.x.min(), 1.04 * fused.x.max()
+    bottom, top = 0.9 * fused.low.min(), 1.2 * fused.high.max()
+    small.set(xlim=(left, right), xticks=[950, 1000, 1050])
+    small.set(ylim=(bottom, top), yticks=[60, 80, 100])
+    small.spines[["top", "right"]].set_visible(True)
+    for name, x, high in zip(MODELS, fused.x, fused.high, strict=True):
+        _note(small, name, (x, high), (0, 4), SLATE, ha="center")
+    frame = (left, bottom, right - left, top - bottom)
+    axis.indicate_inset(frame, edgecolor=GREY, linewidth=0.8, alpha=1)
 
 
 def _under_roof(label: str, code: int) -> FigureLayer:
@@ -135,7 +152,7 @@ def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> Figur
     """
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
     modelled = [_by_length(label, code, lengths) for label, code in kernels.items()]
-    own = on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
+    own = measured_on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
     panels = {"": [*modelled, *own]}
     folders = folders_with(runs, ATTENTION)
     if folders:
@@ -183,7 +200,7 @@ def flash_gains() -> Rows:
             {
                 "layer": "modelled",
                 "model": name,
-                "gain": "fused over written out, %",
+                "gain": "fused / written out - 1, %",
                 "y": float(100 * y - 100),
                 "low": float(100 * low - 100),
                 "high": float(100 * high - 100),
@@ -216,7 +233,10 @@ def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
     """
     x = np.array([10.0, flops_per_s / bytes_per_s, 10_000.0])
     y = np.minimum(flops_per_s, x * bytes_per_s) / 1e12
-    error = "a bound: rates of the site file `frontier`"
+    error = (
+        "upper bounds in TFLOP/s (data-sheet peak, fastest measured matrix product) from the site"
+        " file `frontier`"
+    )
     return FigureLayer.modelled(f"{label}, {flops_per_s / 1e12:.4g}", x, y, error=error)
 
 

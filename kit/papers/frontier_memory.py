@@ -13,7 +13,7 @@ from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import FACTS, LUMI, MODELS, lumi_plan, paper_plan
-from kit.papers.layers import FigureLayer, Runs, on_clusters, table
+from kit.papers.layers import FigureLayer, Runs, measured_on_clusters, table
 from kit.papers.panels import FigureContent
 
 MIB = 2.0**20
@@ -36,7 +36,7 @@ def memory_content(runs: Runs = ()) -> FigureContent:
         "paper's text, 24 B": 24.0,
         "with fp32 gradients, 18 B": 18.0,
     }
-    error = "parameters counted exactly; bytes per parameter are conventions, not measurements"
+    error = "the number of parameters is exact; bytes per parameter are conventions, not measured"
     modelled = [
         FigureLayer.modelled(convention, sizes, size * sizes / TB, error=error)
         for convention, size in bytes_by_convention.items()
@@ -46,7 +46,7 @@ def memory_content(runs: Runs = ()) -> FigureContent:
         for fact in (*FACTS["minimum_memory_tb"], *FACTS["minimum_memory_tb_v2"])
     ]
     published = FigureLayer.published(quoted, label="1T as quoted: 14 and 24 TB")
-    own = on_clusters(
+    own = measured_on_clusters(
         runs,
         x=lambda run: run.spec.num_params,
         y=lambda run: run.metrics()["memory_bytes"] * run.plan.num_devices / TB,
@@ -89,11 +89,11 @@ def stage_memory_content(runs: Runs = ()) -> FigureContent:
     )
     whole = _modelled_beside(peak_log, "state and activations", peak.total_bytes)
     reserved = RESERVE.used_bytes(peak.state_bytes, peak.dynamic_bytes)
-    with_reserve = _modelled_beside(peak_log, "and reserve", reserved)
+    with_reserve = _modelled_beside(peak_log, "with reserve", reserved)
     lumi = _modelled_beside(
         lumi_log, "bf16 Adam, ZeRO 1", [lumi_bytes(int(replicas)) for replicas in lumi_log.x]
     )
-    own = on_clusters(
+    own = measured_on_clusters(
         runs,
         x=lambda run: run.plan.data_parallel,
         y=lambda run: run.metrics()["memory_bytes"] / GIB,
@@ -165,5 +165,5 @@ def _modelled_beside(log: FigureLayer, label: str, modelled_bytes: Any) -> Figur
     """
     y = np.broadcast_to(np.asarray(modelled_bytes) / GIB, log.y.shape)
     error = np.mean(np.abs(y / log.y - 1))
-    source = f"{label}: {error:.0%} mean error on the log, nothing fitted to it"
+    source = f"mean error {error:.0%} on the log ({label}), no coefficient fitted to the log"
     return FigureLayer.modelled(label, log.x, y, error=source)

@@ -67,9 +67,9 @@ def model_error() -> str:
     errors = np.abs([*left_out_errors().values()])
     num_runs = frontier_calibration().num_runs
     return (
-        f"step times fitted to {num_runs} runs on LUMI (same MI250X and code base),"
-        f" none of the paper's; mean error {errors.mean():.0%}, worst {errors.max():.0%} on those"
-        " runs, each left out; band: 90 % interval"
+        f"estimator of step times, fitted to {num_runs} runs on LUMI (same MI250X and code base)"
+        f" and to no run of the paper. Error on LUMI runs that were left out of the fit: mean"
+        f" {errors.mean():.0%}, worst {errors.max():.0%}. Intervals: 90 %"
     )
 
 
@@ -82,7 +82,7 @@ def left_out_errors() -> dict[str, float]:
     running number.
     """
     runs = lumi_runs()
-    names = [f"{run.spec.name} on {run.num_devices} ({i})" for i, run in enumerate(runs)]
+    names = [f"{run.spec.name} on {run.num_devices} GCDs (run {i})" for i, run in enumerate(runs)]
     return dict(zip(names, (left_out_ratios(runs, Site.load("lumi")) - 1).tolist(), strict=True))
 
 
@@ -252,7 +252,7 @@ def compared(published_layer: FigureLayer, modelled: FigureLayer) -> tuple[str, 
 
     A sentence is "" if it would name no point.
     """
-    names = published_layer.names or [f"{x:,.0f}" for x in published_layer.x]
+    names = published_layer.names or [f"{x:,.0f} GCDs" for x in published_layer.x]
     inside = []
     missed = []
     for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):
@@ -265,7 +265,7 @@ def compared(published_layer: FigureLayer, modelled: FigureLayer) -> tuple[str, 
             )
     inside_sentence = ""
     if inside:
-        inside_sentence = f"Inside the model's interval: {', '.join(inside)}."
+        inside_sentence = f"Published number in the interval: {', '.join(inside)}."
     missed_sentence = ""
     if missed:
         missed_sentence = f"MISSED: {'; '.join(missed)}."

@@ -12,7 +12,7 @@ import numpy as np
 from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.papers.facts import PaperFact
-from kit.papers.frontier_demo import run_hfu_percent, tokens_per_s_and_device
+from kit.papers.frontier_demo import run_hfu_percent, tokens_per_s_per_device
 from kit.papers.frontier_model import (
     FACTS,
     LUMI,
@@ -27,9 +27,10 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import FigureLayer, Runs, by_scale, measured, on_clusters
+from kit.papers.layers import FigureLayer, Runs, by_scale, measured_layers, measured_on_clusters
 from kit.papers.panels import FigureContent
 from kit.run import Run
+from kit.show.results import parameters_text
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
 """Maps each model to the numbers of replicas in the figures of weak and strong scaling."""
@@ -66,7 +67,7 @@ def throughput_content(runs: Runs = ()) -> FigureContent:
     published_mfu = FigureLayer.published(FACTS["throughput_mfu_percent"], label="paper")
     inside, missed = compared(published_hfu, hfu)
     log_sizes = np.log([spec.num_params for spec in specs])
-    own = on_clusters(
+    own = measured_on_clusters(
         # The three model sizes have x = 0, 1 and 2. The x of a user's run is interpolated between
         # them by the logarithm of its number of parameters.
         runs,
@@ -74,9 +75,12 @@ def throughput_content(runs: Runs = ()) -> FigureContent:
         y=run_hfu_percent,
     )
     ticks = dict(enumerate(names))
+    spec_175b = ModelSpec.preset(MODELS["175B"])
+    executed = spec_175b.hardware_flops_per_token("full", whole=False)
+    executed_ratio = executed / spec_175b.flops_per_token()
     return FigureContent(
         panels={"HFU": [published_hfu, hfu, *own], "MFU": [published_mfu, mfu]},
-        values={"inside": inside, "missed": missed},
+        values={"inside": inside, "missed": missed, "executed_ratio": f"{executed_ratio:.2f}"},
         ticks={"HFU": ticks, "MFU": ticks},
     )
 
@@ -200,13 +204,13 @@ def _own_scaling(runs: Runs, kind: str) -> list[FigureLayer]:
         groups.setdefault((shape, batch), []).append(run)
     lines = []
     for (_, batch), group in groups.items():
-        label = f"{group[0].spec.num_params / 1e9:.3g}B, batch {batch:,.0f}"
+        label = f"{parameters_text(group[0].spec.num_params)}, batch {batch:,.0f}"
         if is_weak:
             label += " a replica"
-        for line in measured(
+        for line in measured_layers(
             group,
             x=lambda run: run.plan.num_devices,
-            y=tokens_per_s_and_device,
+            y=tokens_per_s_per_device,
             line=True,
             label=label,
         ):
@@ -226,7 +230,7 @@ def years_content(runs: Runs = ()) -> FigureContent:
     published = FigureLayer.published([_published_years()], label="from the paper's rate")
     published_hours = published.times(published.x * YEAR / 3600e6)
     hours = years.times(years.x * YEAR / 3600e6)
-    own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_years_of_run)
+    own = measured_on_clusters(runs, x=lambda run: run.plan.num_devices, y=_years_of_run)
     [place] = np.flatnonzero(years.x == 3072)
     exaflop = FACTS.value("training_exaflop", "1T on 20T tokens")
     own_exaflop = SPEC_1T.flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18

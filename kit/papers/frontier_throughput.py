@@ -15,7 +15,12 @@ import numpy as np
 
 from kit.config.spec import ModelSpec
 from kit.papers.facts import Relation, read_paper_toml
-from kit.papers.frontier_demo import median_rate, run_hfu_percent, select, tokens_per_s_and_device
+from kit.papers.frontier_demo import (
+    median_rate,
+    run_hfu_percent,
+    select_runs,
+    tokens_per_s_per_device,
+)
 from kit.papers.frontier_model import (
     FACTS,
     frontier_layouts,
@@ -25,7 +30,14 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import FigureLayer, Runs, measured, on_clusters, open_runs, scale_of
+from kit.papers.layers import (
+    FigureLayer,
+    Runs,
+    measured_layers,
+    measured_on_clusters,
+    open_runs,
+    scale_of,
+)
 from kit.papers.panels import FigureContent, TableContent
 
 SPEC = ModelSpec.preset("gpt-22b")
@@ -56,12 +68,12 @@ def sweep_content(
     """
     x = attrgetter(f"plan.{field}")
     panels = {"paper's scale": [_modelled_line(label, lines[label], field) for label in lines]}
-    panels["paper's scale"] += on_clusters(runs, x=x, y=run_hfu_percent)
+    panels["paper's scale"] += measured_on_clusters(runs, x=x, y=run_hfu_percent)
     if demo is not None:
-        chosen = select(runs, **ONE_REPLICA, **demo)
+        chosen = select_runs(runs, **ONE_REPLICA, **demo)
         demo_runs = [run for run in chosen if scale_of(run) == "demo"]
-        demo_layers = measured(
-            demo_runs, x=x, y=tokens_per_s_and_device, label="this machine", line=True
+        demo_layers = measured_layers(
+            demo_runs, x=x, y=tokens_per_s_per_device, label="this machine", line=True
         )
         if demo_layers:
             panels["demo scale"] = demo_layers
@@ -103,14 +115,16 @@ def observations_content(runs: Runs = ()) -> TableContent:
             {
                 "": relation.claim,
                 "observation": statements[relation.claim],
-                "number": number,
+                "throughput ratio": number,
                 "layer": SCALES[relation.layer],
                 "found": f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})",
                 "expected": expected,
                 "verdict": relation.verdict,
             }
         )
-    own = measured(runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs")
+    own = measured_layers(
+        runs, x=lambda run: 0.0, y=tokens_per_s_per_device, label="runs at demo scale"
+    )
     names = ("claim", "layer", "value", "low", "high", "expected", "verdict")
     return TableContent(
         cells=cells,
@@ -135,8 +149,8 @@ def modelled_relations() -> list[Relation]:
 
 def measured_relations(runs: Runs) -> list[Relation]:
     """Returns the checks of the paper's four observations about throughput with runs of this
-    machine. Each observation is a statement about a ratio of two throughputs. The intervals come
-    from quartiles over training steps.
+    machine. Each observation is a statement about a ratio of two throughputs. The interval of a
+    ratio comes from the quartiles of both throughputs over training steps.
 
     An observation is left out if its runs are not among `runs`.
     """

@@ -1,14 +1,15 @@
-"""HLAT at demo scale, on this machine: one complete run whose checkpoints are scored, and a small
-model that is trained in four precisions.
+"""The trainings of the HLAT paper at demo scale, on this machine: one complete run whose
+checkpoints are scored, and a small model that is trained in four precisions and with two
+learning-rate schedules.
 
-The small model is trained in this process for a hundred steps per precision. Both studies are made
-once, and their results are stored for later calls.
+The small model is trained in this process. Each training is made once, and its result is stored for
+later calls.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from kit.config.spec import ModelSpec
 from kit.data.dataset import Dataset
 from kit.engines.native import NativeEngine
 from kit.errors import RunError
-from kit.papers.hlat_training import PRECISION, Steps
-from kit.papers.layers import kept, note_load
+from kit.papers.hlat_training import AVERAGING, NUM_AVERAGED, PRECISION, Steps
+from kit.papers.layers import read_or_make, record_load
 from kit.parallel.gradients import local
 from kit.run import Run
 
@@ -47,6 +48,16 @@ PRECISION_RECIPE = Recipe(
 """Recipe of the small model that is trained in four precisions, with the learning rates of HLAT's
 7B model. With larger learning rates, fewer updates would be so small that rounding to bf16 loses
 them."""
+AVERAGING_RECIPE = Recipe(
+    data="", num_steps=400, learning_rate=1e-2, min_learning_rate=0.0, warmup_steps=10
+)
+"""Recipe of the small model whose weights are averaged. The learning rate is so large that the
+weights fluctuate clearly from step to step."""
+AVERAGING_SCHEDULES = ("constant", "cosine")
+"""Learning-rate schedules (`Recipe.schedule`) with which the small model is trained for the study
+of averaged weights."""
+WEIGHTS_EVERY = 20
+"""Number of training steps between two copies of the weights that are averaged."""
 SPEC = ModelSpec.llama(
     name="llama-small",
     num_layers=2,
@@ -86,7 +97,7 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
     if (folder / "job.json").exists():
         run = Run.open(folder)
     if run is None or run.job.status().state is JobState.LOST:
-        note_load(directory)
+        record_load(directory)
         recipe = Recipe(
             data=str(data),
             num_steps=STEPS,
@@ -114,9 +125,22 @@ def demo_precision(directory: str | Path, data: str | Path) -> dict[str, Steps]:
     """Trains the small model in each of four precisions, or reads the stored result. Returns a dict
     from the name of the precision to rows, one per training step, with losses and gradient norm.
     """
-    return kept(
+    return read_or_make(
         Path(directory) / PRECISION,
         lambda: {name: train_in(Dataset.open(data), PRECISION_RECIPE, name) for name in PRECISIONS},
+    )
+
+
+def demo_averaging(directory: str | Path, data: str | Path) -> dict[str, Steps]:
+    """Trains the small model with each of the schedules in AVERAGING_SCHEDULES, or reads the stored
+    result. Returns a dict from the name of the schedule to the rows of `train_and_average`.
+    """
+    return read_or_make(
+        Path(directory) / AVERAGING,
+        lambda: {
+            name: train_and_average(Dataset.open(data), AVERAGING_RECIPE.replace(schedule=name))
+            for name in AVERAGING_SCHEDULES
+        },
     )
 
 
@@ -224,3 +248,40 @@ def train_in(data: Dataset, recipe: Recipe, precision: str) -> Steps:
                 }
             )
     return rows
+
+
+def train_and_average(data: Dataset, recipe: Recipe) -> Steps:
+    """Trains the small model in fp32, and computes the validation loss of its weights and of means
+    of weights. Returns one row for every WEIGHTS_EVERY steps.
+
+    Columns: step, and validation losses in nats per token: `1` of the weights at this step, and `N`
+    of the mean of the last N copies of the weights, for each N in NUM_AVERAGED. The loss is None if
+    there are fewer than N copies.
+    """
+    rows, copies = [], []
+    with small_training(data, recipe) as training:
+        weights = [local(parameter) for parameter in training.engine.parameters()]
+        for step in range(1, recipe.num_steps + 1):
+            training.engine.train_step(training.batch(step), recipe.learning_rate_at(step))
+            if step % WEIGHTS_EVERY:
+                continue
+            copies.append([weight.detach().clone() for weight in weights])
+            row: dict[str, Any] = {"step": step}
+            for count in NUM_AVERAGED:
+                row[str(count)] = None
+                if count <= len(copies):
+                    _set_weights(weights, _means(copies[-count:]))
+                    row[str(count)] = training.engine.validation_loss(training.validation_batch)
+            _set_weights(weights, copies[-1])
+            rows.append(row)
+    return rows
+
+
+def _means(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [torch.stack(same).mean(0) for same in zip(*copies, strict=True)]
+
+
+@torch.no_grad()
+def _set_weights(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)

@@ -64,10 +64,10 @@ def machine_calibration(machine: str) -> Calibration:
     """
     if machine == TRN1:
         return dataclasses.replace(
-            published_calibration(Site.load(TRN1)), misfit=_rms(left_out().values())
+            published_calibration(Site.load(TRN1)), misfit=_rms(left_out_errors().values())
         )
     found = published_calibration(Site.load("selene"))
-    misfit = float(np.hypot(found.misfit, _rms(other_a100().values())))
+    misfit = float(np.hypot(found.misfit, _rms(other_a100_errors().values())))
     return dataclasses.replace(found, hardware=Hardware.of(Site.load(P4D)), misfit=misfit)
 
 
@@ -77,7 +77,7 @@ def benchmarks() -> tuple[PublishedRun, ...]:
 
 
 @lru_cache(maxsize=1)
-def left_out() -> dict[str, float]:
+def left_out_errors() -> dict[str, float]:
     """Returns ln(predicted / measured step time) of each AWS benchmark. Each benchmark is predicted
     by a fit to all other benchmarks.
 
@@ -94,7 +94,7 @@ def benchmark_name(run: PublishedRun) -> str:
 
 
 @lru_cache(maxsize=1)
-def other_a100() -> dict[str, float]:
+def other_a100_errors() -> dict[str, float]:
     """Returns the median ln(predicted / measured step time) on each published A100 system except
     Selene.
 
@@ -112,30 +112,30 @@ def other_a100() -> dict[str, float]:
         sites = [run.site() for run in runs]
         hardware = Hardware.joined([Hardware.of(site) for site in sites if site])
         predicted = found.predict(published.layouts(runs), hardware).total_s
-        errors[name] = float(np.median(np.log(predicted / published.step_times(runs))))
+        errors[name] = float(np.median(np.log(predicted / published.measured_step_seconds(runs))))
     return errors
 
 
 def trn1_error() -> str:
     """Returns a phrase with the error of the planner's model of Trainium on measured runs."""
-    off = np.abs(np.expm1(list(left_out().values())))
+    off = np.abs(np.expm1(list(left_out_errors().values())))
     return (
-        f"trn1 fitted to {len(off)} benchmarks of AWS on 16 and 32 nodes, mean error"
-        f" {off.mean():.0%}, worst {off.max():.0%} on those, each left out; none of the paper's;"
-        " band: 90 % interval"
+        f"estimator of trn1, fitted to {len(off)} benchmarks of AWS on 16 and 32 nodes and to no"
+        f" number of the paper. Error on benchmarks that were left out of the fit: mean"
+        f" {off.mean():.0%}, worst {off.max():.0%}. Intervals: 90 %"
     )
 
 
 def model_error() -> str:
-    """Returns a phrase with the errors of the planner's models of both machines on
-    measured runs.
+    """Returns a phrase that states the planner's errors on measured runs of A100 machines and of
+    trn1.
     """
     num_runs = machine_calibration(P4D).num_runs
-    others = other_a100().values()
+    others = other_a100_errors().values()
     return (
-        f"p4d fitted to {num_runs} runs on Selene, which has the same GPU with"
-        f" twice the memory and four times the network; on {len(others)} other publications"
-        f" about A100 that errs by {np.expm1(_rms(others)):.0%};"
+        f"estimator of p4d, fitted to {num_runs} runs on Selene, which has the same GPU with"
+        f" twice the memory and four times the network. Root mean square error on {len(others)}"
+        f" other publications about A100: {np.expm1(_rms(others)):.0%}. And"
         f" {trn1_error()}"
     )
 

@@ -21,6 +21,7 @@ from kit.papers.hlat_model import FACTS
 from kit.papers.layers import FigureLayer, Runs, by_scale, open_runs, own_points, scale_of
 from kit.papers.panels import HOLLOW, FigureContent, TableContent, draw_layers
 from kit.run import Run
+from kit.show.results import parameters_text
 from kit.show.style import Rows
 from kit.show.theme import GREY, INK
 
@@ -45,8 +46,11 @@ machine."""
 END_POINTS = "end points"
 """Name of the panel at the top of the figure, which shows the published scores of the last
 checkpoints."""
+MARKER_OFFSET = 0.2
+"""Vertical distance of the markers of two checkpoints from the middle of their line, in line
+heights."""
 SHORT = {
-    "sequence_length": "tokens",
+    "sequence_length": "sequence length",
     "commonsense": "CR",
     "world_knowledge": "WK",
     "reading": "RC",
@@ -166,8 +170,11 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
-    """Draws one horizontal line for each panel of the paper's figure. The line joins the published
-    scores of the last checkpoints. The scores are also written as numbers beside the line.
+    """Draws one line for each panel of the paper's figure. The line joins the published scores of
+    the last checkpoints. The scores are also written as numbers beside the line.
+
+    Many scores differ by less than the width of a marker. So the marker of the earlier checkpoint
+    is above the marker of the later one.
     """
     published = {}
     for name, title in PANELS.items():
@@ -178,7 +185,8 @@ def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
                     label += f" {layer.label.removeprefix('pass')}"
                 published[label] = layer
     for place, layer in enumerate(published.values()):
-        axis.plot(layer.y, [place] * len(layer.y), color=GREY, linewidth=4, alpha=0.5)
+        heights = [place + _marker_offset(layer, x) for x in layer.x]
+        axis.plot(layer.y, heights, color=GREY, linewidth=1.2)
         text = " → ".join(f"{y:g}" for y in layer.y)
         style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK}
         # Scores above 70 are too near the right border for a text beside them, so the text is on
@@ -187,17 +195,28 @@ def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
             axis.annotate(text, (min(layer.y), place), xytext=(-10, 0), ha="right", **style)
         else:
             axis.annotate(text, (max(layer.y), place), xytext=(10, 0), ha="left", **style)
-    for marker, tokens in (("|", 1740), ("o", 1800)):
+    for marker, tokens in (("s", 1740), ("o", 1800)):
         points = []
         for place, layer in enumerate(published.values()):
-            points += [(y, place) for y in layer.y[layer.x == tokens]]
+            height = place + _marker_offset(layer, tokens)
+            points += [(y, height) for y in layer.y[layer.x == tokens]]
         if points:
             label = f"at {tokens:,} billion tokens"
-            axis.plot(*zip(*points, strict=True), label=label, **HOLLOW | {"marker": marker})
+            style = HOLLOW | {"marker": marker, "markersize": 6}
+            axis.plot(*zip(*points, strict=True), label=label, **style)
     axis.set_yticks(range(len(published)), [*published])
     axis.set_ylim(len(published) - 0.5, -0.5)
     axis.grid(visible=True, axis="both")
     axis.figure.legend(loc="outside upper left", ncols=2)
+
+
+def _marker_offset(layer: FigureLayer, tokens: float) -> float:
+    """Returns the distance of a marker from the middle of its line, in line heights. A positive
+    distance is below the middle. `tokens` is the checkpoint of the marker, in billions of tokens.
+    """
+    if len(layer.x) == 1:
+        return 0.0
+    return MARKER_OFFSET if tokens == max(layer.x) else -MARKER_OFFSET
 
 
 def _draw_as_published(axis: Any, name: str, model: str, layers: list[FigureLayer]) -> None:
@@ -227,9 +246,7 @@ def sequence_length_content(runs: Runs = ()) -> TableContent:
     """
     own = []
     for run in open_runs(runs):
-        size = f"{run.spec.num_params / 1e6:.2g}M"
-        if run.spec.num_params >= 1e9:
-            size = f"{run.spec.num_params / 1e9:.3g}B"
+        size = parameters_text(run.spec.num_params)
         length = str(run.spec.sequence_length)
         own.append({"made": _made(run), "model": run.name, "size": size, "sequence_length": length})
     return _printed_table("I", own, [run["model"] for run in own])
@@ -256,9 +273,12 @@ def compared_content(runs: Runs = (), *, table: str) -> TableContent:
     notes = []
     incomplete = ""
     if own:
-        notes.append("Own rows: 95 % intervals in brackets.")
+        notes.append("Rows of your own have 95 % intervals in brackets.")
     if num_partial:
-        notes.append("Partial scores, other shots and a part of a column's data sets do not count.")
+        notes.append(
+            "A cell stays empty if only a part of the items or data sets was scored, or with"
+            " another number of shots."
+        )
         incomplete = f"Reports without a complete column: {num_partial} of {len(own)}."
     content = _printed_table(table, own, [name for _, _, name in found], notes)
     return dataclasses.replace(content, values={**content.values, "incomplete": incomplete})
@@ -272,11 +292,12 @@ def averaging_content(runs: Runs = ()) -> TableContent:
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
-    """Returns (score report, origin, name) for the newest score report of each scored run, and for
-    each report file among `runs`.
+    """Returns (score report, origin, name) for each report file and each scored run in `runs`. Of a
+    run, the newest score report is returned. The elements of `runs` are paths of report files, runs
+    and folders with runs.
 
-    The origin is `measured`, or DEMO for a run of this machine. The name is the name of the run or
-    of the report file.
+    The name is the name of the file or of the run. The origin is DEMO for a run of a local site,
+    and `measured` for all other runs and for report files.
     """
     found = []
     for run in runs:

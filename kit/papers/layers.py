@@ -9,7 +9,7 @@ Each row of the figure's table has a key `layer` with the kind of its layer.
         layers = [
             FigureLayer.published(FACTS["final_loss"], label="paper"),  # hollow grey markers
             FigureLayer.modelled("model", x, y, low, high, error="6 % on ..."),  # line, interval
-            *measured(runs, x=tokens, y=final_loss),  # filled markers, demo scale marked
+            *measured_layers(runs, x=tokens, y=final_loss),  # filled markers, demo scale marked
         ]
         return FigureContent(panels={"": layers}, values={"last": f"{y[-1]:.2f}"})
 
@@ -234,7 +234,7 @@ def open_runs(runs: Runs) -> list[Run]:
     return found
 
 
-def note_load(directory: str | Path) -> None:
+def record_load(directory: str | Path) -> None:
     """Writes the load average of this machine into the file LOAD of a folder, unless the file
     exists.
 
@@ -246,7 +246,7 @@ def note_load(directory: str | Path) -> None:
         write_atomic(file, json.dumps({"load": os.getloadavg()[0]}) + "\n")
 
 
-def was_quiet(directory: str | Path) -> bool:
+def was_idle(directory: str | Path) -> bool:
     """Returns whether this machine was nearly idle (load average below QUIET_LOAD) before the first
     run in a folder.
 
@@ -263,12 +263,12 @@ def demo_source(directories: Iterable[str | Path]) -> str:
     The phrase says whether other programs were running during the measurement.
     """
     source = "this machine, demo scale"
-    if not all(map(was_quiet, directories)):
+    if not all(map(was_idle, directories)):
         source += ", while other programs were at work"
     return source
 
 
-def kept(file: Path, make: Callable[[], Any]) -> Any:
+def read_or_make(file: Path, make: Callable[[], Any]) -> Any:
     """Returns the stored result of a study of this machine, or makes the study if the JSON file is
     missing.
 
@@ -276,7 +276,7 @@ def kept(file: Path, make: Callable[[], Any]) -> Any:
     `make` and writes the result to the file.
     """
     if not file.exists():
-        note_load(file.parent)
+        record_load(file.parent)
         write_atomic(file, json.dumps(make()) + "\n")
     return json.loads(file.read_text())
 
@@ -307,7 +307,7 @@ def by_scale(runs: Runs) -> dict[str, list[Run]]:
     return groups
 
 
-def measured(
+def measured_layers(
     runs: Runs,
     *,
     x: Callable[[Run], float],
@@ -378,14 +378,14 @@ def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> Figur
     return FigureLayer(kind="measured", label=label, **own, **columns)
 
 
-def on_clusters(
+def measured_on_clusters(
     runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]
 ) -> list[FigureLayer]:
     """Returns figure layers with one measured point for each cluster run among `runs`. Runs of this
     machine (demo scale) are left out, since their points must not share a panel with a paper's
     points.
     """
-    return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
+    return [layer for layer in measured_layers(runs, x=x, y=y) if layer.scale == "cluster"]
 
 
 def curves(runs: Runs, column: str) -> tuple[dict[str, list[FigureLayer]], dict[str, str]]:

@@ -41,6 +41,11 @@ DASHED: Any = (0, (4, 3))
 NAME_SPACING = 0.14
 """Horizontal distance between points of different layers in one category, in units of the x axis,
 where categories are 1 apart."""
+NAME_HEIGHT = 14.0
+"""Smallest distance, in points, between two names at the ends of lines."""
+BAR_SPACING = 7.0
+"""Horizontal distance between the error bars of two modelled lines, in points of 1/72 inch, if the
+points of the lines fill their panel."""
 MAX_MARKED_POINTS = 20
 """Largest number of points up to which a modelled line has a marker at each point."""
 CAPTION_WIDTH = 74
@@ -130,11 +135,13 @@ def _draw_figure(
     with new_figure(layout.pop("mosaic"), **layout) as (figure, axes):
         for axis, name in zip(axes, names, strict=True):
             layers = content.panels.get(name, ())
+            settings = appearance.panel_settings(name, content.values)
+            # The distance between intervals depends on the scale of the axis.
+            axis.set_xscale(settings.get("xscale", "linear"))
             if content.draw_panel is not None:
                 content.draw_panel(axis, name)
             else:
                 draw_layers(axis, layers)
-            settings = appearance.panel_settings(name, content.values)
             if name in content.ticks:
                 settings["ticks"] = content.ticks[name]
             set_panel(axis, layers, **settings)
@@ -193,18 +200,50 @@ def draw_layers(axis: Any, layers: Sequence[FigureLayer]) -> None:
             style = HOLLOW | {"marker": marker}
             axis.plot(layer.x, layer.y, zorder=5, label=layer.label, clip_on=False, **style)
     others = [layer for layer in layers if layer.kind != "published"]
+    shifts = _interval_shifts(others)
     for number, layer in enumerate(others):
-        _draw_modelled_or_measured(axis, layer, number)
+        _draw_modelled_or_measured(axis, layer, number, shifts.get(number))
     if "demo" in scales:
         mark_demo_scale(axis)
 
 
-def _draw_modelled_or_measured(axis: Any, layer: FigureLayer, number: int) -> None:
-    """Draws a modelled or measured layer. `number` selects its colour and marker.
+def _interval_shifts(layers: Sequence[FigureLayer]) -> dict[int, float]:
+    """Returns, for each modelled line whose interval is drawn as error bars, its shift to the right
+    in multiples of BAR_SPACING. The keys are positions in `layers`.
 
-    A modelled layer whose x are numbers is drawn as a line, with a band for the interval. A
-    measured layer whose points are joined and have no interval is drawn as a line too. Any other
-    layer is drawn as points with error bars.
+    Bands of several lines would cover each other. So the intervals are error bars, side by side, if
+    a panel has several modelled lines with intervals. The result is empty for a single line, which
+    has a band.
+    """
+    places = [
+        i
+        for i, layer in enumerate(layers)
+        if layer.kind == "modelled" and not layer.names and np.isfinite(layer.low).any()
+    ]
+    if len(places) < 2 or any(len(layers[i].x) > MAX_MARKED_POINTS for i in places):
+        return {}
+    return {i: order - (len(places) - 1) / 2 for order, i in enumerate(places)}
+
+
+def _shifted_x(axis: Any, x: Any, shift: float) -> Any:
+    """Returns the x values of a line, moved to the right by `shift` times BAR_SPACING."""
+    width = axis.get_window_extent().width * 72 / axis.figure.dpi
+    share = shift * BAR_SPACING / width
+    if axis.get_xscale() == "log":
+        return x * (x.max() / x.min()) ** share
+    return x + share * (x.max() - x.min())
+
+
+def _draw_modelled_or_measured(
+    axis: Any, layer: FigureLayer, number: int, shift: float | None
+) -> None:
+    """Draws a layer (data series) of a panel, modelled or measured. `number` selects its colour and
+    marker.
+
+    A modelled layer with numeric x values is drawn as a line, with a band for the interval. If
+    `shift` is given, the interval is drawn as error bars instead, and the line is moved to the
+    right by `shift` times BAR_SPACING. A measured layer whose points are joined and have no
+    interval is drawn as a line too. Any other layer is drawn as points with error bars.
     """
     colours = COLOURS
     if layer.scale == "demo":
@@ -214,6 +253,12 @@ def _draw_modelled_or_measured(axis: Any, layer: FigureLayer, number: int) -> No
     is_model = layer.kind == "modelled"
     has_interval = bool(np.isfinite(layer.low).any())
     style: dict[str, Any] = {"color": colour, "label": short(layer.label, 40)}
+    interval = np.stack([layer.y - layer.low, layer.high - layer.y])
+    if shift is not None:
+        x = _shifted_x(axis, layer.x, shift)
+        bars: dict[str, Any] = {"capsize": 2, "elinewidth": 1.2, "markersize": 5}
+        axis.errorbar(x, layer.y, yerr=interval, fmt=f"{marker}-", **bars, **style)
+        return
     if (is_model and not layer.names) or (layer.joined and not has_interval):
         if is_model and len(layer.x) <= MAX_MARKED_POINTS:
             style["marker"] = marker
@@ -226,7 +271,6 @@ def _draw_modelled_or_measured(axis: Any, layer: FigureLayer, number: int) -> No
         x = x + NAME_SPACING * (number + 1)
     if layer.joined:
         marker += "-"
-    interval = np.stack([layer.y - layer.low, layer.high - layer.y])
     axis.errorbar(x, layer.y, yerr=interval, fmt=marker, capsize=2, markersize=6, zorder=4, **style)
 
 
@@ -290,21 +334,53 @@ def _add_legend_above(figure: Any, columns: int) -> None:
 
 
 def label_line_ends(axis: Any) -> None:
-    """Writes the name of each line at the line's right end in the line's colour, instead of a
-    legend.
+    """Writes the name of each line right of its end in the line's colour, instead of a legend. All
+    names begin right of the panel's last point, where no error bar is.
 
-    The name of points with error bars is written at the last point. Horizontal reference lines are
-    not named.
+    The name of points without a line is written above their highest point. The name of points with
+    error bars is written at the last point. Horizontal reference lines are not named.
     """
     from matplotlib.patheffects import withStroke
 
     halo = [withStroke(linewidth=3, foreground=GROUND)]
+    named = []
     for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
         line = getattr(handle, "lines", [handle])[0]
-        style = {"textcoords": "offset points", "va": "center", "color": line.get_color()}
+        if list(line.get_xdata()) != [0, 1]:
+            named.append((handle, line, label))
+    last = max(max(line.get_xdata()) for _, line, _ in named)
+    shifts = _label_shifts(axis, [line for _, line, _ in named if line.get_linestyle() == "-"])
+    for handle, line, label in named:
         x, y = line.get_data()
-        if list(x) != [0, 1]:
-            axis.annotate(label, (x[-1], y[-1]), xytext=(7, 0), path_effects=halo, **style)
+        style = {"textcoords": "offset points", "color": line.get_color(), "path_effects": halo}
+        if line.get_linestyle() == "-":
+            place = (7, shifts[line])
+            axis.annotate(label, (last, y[-1]), xytext=place, va="center", **style)
+        elif handle is line:
+            highest = int(np.argmax(y))
+            place = (x[highest], y[highest])
+            axis.annotate(label, place, xytext=(0, 7), ha="center", va="bottom", **style)
+        else:
+            axis.annotate(label, (x[-1], y[-1]), xytext=(7, 0), va="center", **style)
+
+
+def _label_shifts(axis: Any, lines: Sequence[Any]) -> dict[Any, float]:
+    """Returns, for each line, the number of points by which its name is moved up, so that names do
+    not overlap. Names keep the order of the ends of the lines.
+    """
+    axis.figure.draw_without_rendering()  # This computes the size and the limits of the panel.
+    points_per_pixel = 72 / axis.figure.dpi
+    ends = {
+        line: axis.transData.transform((0, line.get_ydata()[-1]))[1] * points_per_pixel
+        for line in lines
+    }
+    order = sorted(ends, key=lambda line: ends[line])
+    raised: dict[Any, float] = {}
+    for number, line in enumerate(order):
+        lowest = raised[order[number - 1]] + NAME_HEIGHT if number else ends[line]
+        raised[line] = max(ends[line], lowest)
+    half = max((raised[line] - ends[line] for line in order), default=0.0) / 2
+    return {line: raised[line] - ends[line] - half for line in order}
 
 
 def mark_demo_scale(axis: Any) -> None:
@@ -342,8 +418,8 @@ def sources(layers: Sequence[FigureLayer]) -> list[str]:
 
 def paper_facts_table(
     facts: Facts,
-    follows: Mapping[str, dict[str, str]],
-    own: Sequence[tuple[Run, dict[str, str]]],
+    derived: Mapping[str, dict[str, str]],
+    own_cells: Sequence[tuple[Run, dict[str, str]]],
     layers: Sequence[FigureLayer],
     *,
     labels: Mapping[str, str],
@@ -351,26 +427,26 @@ def paper_facts_table(
 ) -> TableContent:
     """Returns a table with a column for each model of the paper and for each of the user's runs.
 
-    The rows for the CSV file have a column `layer`. It says how the numbers of a row are known:
-    `published`, or the value of `kind`.
+    Each row for the CSV file has a column `layer`, which says how the numbers are known. Its value
+    is `published` for the rows in `labels`, and `kind` for all other rows.
 
     Args:
         facts: published numbers of the paper.
-        follows: further cells of each model, derived from published numbers. Maps the model to a
-            dict from row label to cell.
-        own: (run, cells) for each of the user's runs. `cells` maps row labels to derived cells. A
-            cell stays empty if the run has no value for it.
+        derived: cells that are derived from published numbers. Maps a model to a dict from row
+            label to cell.
+        own_cells: (run, cells) for each of the user's runs. `cells` maps row labels to cells that
+            are derived from the run. A cell stays empty if the run has no value for it.
         layers: layers whose sources are listed below the table.
         labels: maps the series of published numbers that the table shows to the label of their row.
-        kind: text that says how the numbers in `follows` are known, such as `computed` or
+        kind: text that says how the numbers outside `labels` are known, such as `computed` or
             `modelled`.
     """
     columns = {}
-    for model, cells in follows.items():
+    for model, cells in derived.items():
         stated = {label: facts.text(series, model) for series, label in labels.items()}
         columns[model] = stated | cells
     row_names = [*next(iter(columns.values()))]
-    for run, cells in own:
+    for run, cells in own_cells:
         title = run.name
         if scale_of(run) == "demo":
             title += " (demo scale)"
@@ -382,7 +458,7 @@ def paper_facts_table(
         known = "published" if name in labels.values() else kind
         shown.append(cells)
         rows.append({"layer": known} | cells)
-    names = [run.name for run, _ in own]
+    names = [run.name for run, _ in own_cells]
     return TableContent(cells=shown, rows=rows, layers=layers, runs=names)
 
 

@@ -70,7 +70,7 @@ def series_of(figure: Any) -> dict[str, Series]:
     return found
 
 
-def template(name: str, figure: Any) -> str:
+def points_template(name: str, figure: Any) -> str:
     """Returns the text of an empty file of points, which the user fills in. The text has the names
     of the columns, the units of the axes, and one line per series.
     """
@@ -206,7 +206,10 @@ def _place(axis: Any, text: str, where: str) -> float:
         drawn = f"{first:.3g} to {last:.3g}"
         raise ConfigError(f"{where}: {text} is far from what is drawn ({drawn}). {advice}")
     if axis.axis_name == "y" and "%" in unit and 0 < value <= 1 < last / 10:
-        raise ConfigError(f"{where}: {text} of an axis in per cent looks like a fraction. {advice}")
+        raise ConfigError(
+            f"{where}: {text} is probably a fraction, but this axis is in per cent, up to"
+            f" {last:.3g}. Write {100 * value:g} for {value:g}. {advice}"
+        )
     return value
 
 

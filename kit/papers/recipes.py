@@ -15,13 +15,14 @@ from cluster.record import ConfigError, suggestion
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
+from kit.estimate.choose.candidates import SEARCHED_FIELDS
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers import frontier_model, hlat_model
 from kit.papers.facts import Known
 from kit.papers.frontier_demo import run_hfu_percent
-from kit.papers.layers import FigureLayer, Runs, by_scale, on_clusters, open_runs
+from kit.papers.layers import FigureLayer, Runs, by_scale, measured_on_clusters, open_runs
 from kit.papers.panels import TableContent, paper_facts_table
 
 PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
@@ -124,6 +125,37 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
     )
 
 
+def plan_arguments(name: str, devices: int | None = None) -> dict[str, Any]:
+    """Returns the arguments of `plan_report` that ask for the published layout of a recipe on the
+    machine on which it was trained. fp16 is planned as bf16, since both are equally fast.
+
+    `devices` changes the number of replicas (`published_recipe`). Default: the number of devices in
+    the released script.
+
+    Raises:
+        ConfigError: No recipe has this name, or a replica needs another number of devices.
+    """
+    recipe = published_recipe(name)
+    if devices is not None:
+        of_replica = recipe.plan.num_devices // recipe.plan.data_parallel
+        if devices < 1 or devices % of_replica:
+            raise ConfigError(
+                f"--devices {devices}: a replica of {name} has {of_replica:,} devices. Give a"
+                f" multiple, or plan the model {recipe.model} with --batch, to search for another"
+                " layout."
+            )
+        recipe = published_recipe(name, devices // of_replica)
+    plan = recipe.plan
+    return {
+        "model": recipe.model,
+        "site": recipe.site,
+        "devices": plan.num_devices,
+        "batch": plan.global_batch_size,
+        "engine": plan.engine,
+        "only": {field: [getattr(plan, field)] for field in SEARCHED_FIELDS},
+    }
+
+
 # HLAT's schedule ----------------------------------------------------------------------------------
 
 
@@ -175,7 +207,7 @@ def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> T
         FigureLayer.published(FRONTIER["throughput_percent"], label="throughput"),
         FigureLayer.published(FRONTIER["recipe_pipeline_parallel"], label="layouts"),
         FigureLayer.modelled("recipes", error=frontier_model.model_error()),
-        *on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s),
+        *measured_on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s),
     ]
     own = []
     for run in by_scale(runs)["cluster"]:
@@ -233,7 +265,7 @@ def hlat_models_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableC
 def _counts(spec: ModelSpec) -> dict[str, str]:
     return {
         "parameters": f"{spec.num_params:,}",
-        "of them in blocks": f"{spec.num_layers * spec.params_per_layer:,}",
+        "parameters in blocks": f"{spec.num_layers * spec.params_per_layer:,}",
         "model FLOPs per token": f"{spec.flops_per_token():.4g}",
         "bytes of bf16 weights": f"{2 * spec.num_params / 1e9:.4g} GB",
     }
@@ -250,7 +282,7 @@ def hlat_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> Table
         follows[name] = {
             "tokens per step": f"{int(tokens_of(name, 1)):,}",
             "steps for 1.8 trillion tokens": f"{final_step(name):,}",
-            "floor is reached at step": f"{floor_step(name):,}",
+            "lowest rate reached at step": f"{floor_step(name):,}",
         }
     own = []
     for run in open_runs(runs):

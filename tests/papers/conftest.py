@@ -11,9 +11,9 @@ from kit.config.spec import ModelSpec
 from kit.estimate.tuning.tune import TrialFailure, tune
 from kit.papers import PaperFigure
 from kit.papers.frontier_demo import SEARCH, SPACE
-from kit.papers.hlat_demo import PRECISIONS
+from kit.papers.hlat_demo import AVERAGING_SCHEDULES, PRECISIONS
 from kit.papers.hlat_model import TRN1
-from kit.papers.hlat_training import PRECISION
+from kit.papers.hlat_training import AVERAGING, PRECISION
 from tests.papers import recorded
 from tests.papers.recorded import PLAN_175B, cluster_run, demo_study, record, score, scored
 
@@ -96,4 +96,6 @@ def hlat_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         bits = score("heldout", 3 - step / 10, metric="bits_per_byte")
         scored(run, score("piqa", 0.5 + step / 100), bits, step=step)
     (demo / PRECISION).write_text(json.dumps(dict.fromkeys(PRECISIONS, _arm())))
+    losses = [{"step": step, "1": 6.0, "2": 5.9, "3": 5.8, "5": 5.9} for step in (100, 200)]
+    (demo / AVERAGING).write_text(json.dumps(dict.fromkeys(AVERAGING_SCHEDULES, losses)))
     return [trn1.directory, demo]

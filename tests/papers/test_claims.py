@@ -8,7 +8,7 @@ import pytest
 
 from kit.errors import ConfigError
 from kit.papers import hlat_cost
-from kit.papers.claims import TITLES, Claim, check_claim, claims, drawn_rows, page, verdict
+from kit.papers.claims import TITLES, Claim, check_claim, claims, claims_page, drawn_rows, verdict
 from kit.papers.facts import read_paper_toml
 from kit.papers.recipes import PAPERS
 from tests.gallery import GALLERY
@@ -34,7 +34,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", list(TITLES))
 def test_claims_are_computed_as_in_gallery_page(paper) -> None:
-    text, old_text = page(paper), (GALLERY / f"claims_{paper}.md").read_text()
+    text, old_text = claims_page(paper), (GALLERY / f"claims_{paper}.md").read_text()
     (counted, made), (_, kept) = tables(text), tables(old_text)
     names = [claim.claim for claim in claims(paper)]
     assert [row["claim"] for row in made] == names == [row["claim"] for row in kept], "make gallery"
@@ -104,6 +104,43 @@ def test_verdict_follows_from_claim_kind_and_numbers(kind, low, high, said) -> N
     assert verdict(claim, check_claim(claim, None)) == "not tried"
     with pytest.raises(ConfigError, match="f has no row with"):
         check_claim(claim, [{"x": "1T", "y": 1.0}])
+
+
+def test_number_outside_interval_is_within_tolerance_only() -> None:
+    """A tolerance that the kit chose does not make a prediction of a number outside the interval.
+    The rounding of the printed number does.
+    """
+    rows = [{"x": "22B", "y": 40.0, "low": 38.384, "high": 41.0}]
+    chosen, rounded = of_22b(about=0.05), of_22b()
+    assert verdict(chosen, check_claim(chosen, rows)) == "within tolerance only"
+    assert verdict(rounded, check_claim(rounded, rows)) == "predicted"
+    rows[0]["low"] = 38.0
+    assert verdict(chosen, check_claim(chosen, rows)) == "predicted"
+
+
+def test_assumed_or_fitted_claims_are_not_predictions() -> None:
+    rows = [{"x": "22B", "y": 40.0, "low": 38.0, "high": 41.0}]
+    missed = [{"x": "22B", "y": 40.0, "low": 39.0, "high": 41.0}]
+    assumed, fitted = of_22b(assumes="the batch"), of_22b(fitted=True)
+    assert verdict(assumed, check_claim(assumed, rows)) == "undecided"
+    assert verdict(fitted, check_claim(fitted, rows)) == "fitted afterwards"
+    for claim in (assumed, fitted):
+        assert verdict(claim, check_claim(claim, missed)) == "missed"
+    verdicts = read_paper_toml("claims")["verdicts"]
+    assert {"within tolerance only", "undecided", "fitted afterwards"} <= set(verdicts)
+    strong = [claim for claim in claims("frontier") if claim.figure == "frontier-strong-scaling"]
+    assert len(strong) == 2 and all(claim.assumes for claim in strong), "the batch is remembered"
+
+
+def test_claims_page_states_bias_of_cost_ratios() -> None:
+    """All ratios of trn1 over p4d lie above the paper's number, which no single verdict shows."""
+    page = (GALLERY / "claims_hlat.md").read_text()
+    (bias,) = [line for line in page.splitlines() if line.startswith("Bias, trn1 over p4d")]
+    _, rows = tables(page)
+    ratios = [row["found"].split()[0] for row in rows if row["claim"].startswith("trn1 costs")]
+    above = sum(float(ratio) > 0.6 for ratio in ratios)
+    assert f"{above} of {len(ratios)} numbers found are above the paper's 0.6" in bias
+    assert "26 claims" in page and "They check 11 statements" in page
 
 
 def test_claim_width_covers_all_passing_values() -> None:

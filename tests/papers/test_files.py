@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 QUICK = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-loss")}
 NEEDS_RUNS = {
     "hlat-loss": r"no steps in \[\]",
+    "hlat-averaged-weights": r"no averaging\.json in \[\].*demo_averaging",
     "hlat-precision": r"no precision\.json in \[\].*demo_precision",
 }
 """Maps a figure to the error message that it gives without runs. The curves of the paper could not

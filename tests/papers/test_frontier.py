@@ -116,7 +116,7 @@ def test_observations_are_judged_on_measured_runs(frontier_runs, tmp_path) -> No
     assert measured_relations(frontier_runs[:1]) == []
     table, _ = paper_figure("frontier-observations").draw(frontier_runs)
     assert [row["layer"] for row in table.rows].count("measured, demo scale") == 4
-    assert repr(table).count("III.1") == 2 and "TP 8 over TP 1" in table._repr_html_()
+    assert repr(table).count("III.1") == 2 and "TP 8 / TP 1" in table._repr_html_()
 
 
 def test_weak_scaling_holds_and_strong_scaling_is_missed() -> None:

@@ -13,8 +13,9 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.evaluate.report import EvalReport
 from kit.papers import hlat_demo, hlat_model, paper_figure
+from kit.papers.facts import Relation
 from kit.papers.hlat_cost import cost_draws, cost_per_tokens, cost_percent, ratio_layers, relations
-from kit.papers.hlat_demo import PRECISION_RECIPE, PRECISIONS
+from kit.papers.hlat_demo import AVERAGING_RECIPE, PRECISION_RECIPE, PRECISIONS
 from kit.papers.hlat_model import FACTS, MODELS, P4D, TRN1
 from kit.papers.hlat_scores import end_points
 from kit.papers.recipes import final_step, floor_step, recipe
@@ -32,6 +33,7 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hlat_demo, "SPEC", hlat_demo.SPEC.replace(vocab_size=320))
 
 
+@pytest.mark.slow
 def test_own_runs_appear_in_hlat_figures(hlat_runs: list[Path]) -> None:
     _, cost = paper_figure("hlat-cost").draw(hlat_runs)
     [own] = values(cost, layer="measured")
@@ -118,10 +120,10 @@ def test_hlat_model_is_fitted_only_to_aws_benchmarks() -> None:
     """The planner's error on each of the 11 benchmarks is computed with a fit that leaves out this
     benchmark.
     """
-    assert len(hlat_model.benchmarks()) == len(hlat_model.left_out()) == 11
+    assert len(hlat_model.benchmarks()) == len(hlat_model.left_out_errors()) == 11
     assert all("AWS Neuron" in run.source for run in hlat_model.benchmarks())
-    assert 0.05 < np.mean(np.abs(list(hlat_model.left_out().values()))) < 0.15
-    others = hlat_model.other_a100()
+    assert 0.05 < np.mean(np.abs(list(hlat_model.left_out_errors().values()))) < 0.15
+    others = hlat_model.other_a100_errors()
     assert len(others) == 7 and not any("Selene" in name for name in others)
 
 
@@ -141,20 +143,50 @@ def test_cost_uses_the_nodes_of_each_attempt(tmp_path: Path) -> None:
     assert cost[-1] * rate[-1] == pytest.approx(last)
 
 
-def test_cost_ratios_of_paper_hold_except_70b_on_p4d() -> None:
+def _fails(relation: Relation, model: str) -> bool:
+    return relation.verdict == "fails" and relation.claim.startswith(f"trn1 over p4d, {model}")
+
+
+def test_cost_ratios_that_miss_the_paper_are_named() -> None:
+    """Trainium is predicted as too expensive beside p4d: for 70B at any number of nodes, and for 7B
+    at few nodes.
+    """
     assert len(relations()) == 17
     for relation in relations():
         assert relation.low < relation.value < relation.high
-        missed = relation.claim.startswith("trn1 over p4d, 70B")
-        assert (relation.verdict == "fails") == missed, relation
+    missed = {
+        model: [relation for relation in relations() if _fails(relation, model)]
+        for model in ("7B", "70B")
+    }
+    assert [relation.claim.split(", ")[2] for relation in missed["7B"]] == ["4 nodes", "8 nodes"]
+    assert len(missed["70B"]) == 4, "at any number of nodes"
     figure, rows = paper_figure("hlat-cost").draw()
-    assert "13 of 17 modelled ratios" in figure.caption
-    assert "trn1 over p4d, 70B" in figure.caption.partition("MISSED: ")[2]
+    assert "10 of 17 ratios (± 5 %: 11)" in figure.caption
+    ends = []
+    for model, found in missed.items():
+        ratios = [relation.value for relation in found]
+        ends.append(f"trn1 over p4d, {model} {min(ratios):.2f} to {max(ratios):.2f}")
+    assert figure.caption.endswith(f"MISSED: {'; '.join(ends)}.")
     assert values(rows, panel="trn1 over p4d", layer="published")[0]["y"] == 0.6
     aws = values(rows, panel="70B over 7B", layer="published", x=32.0)
     assert sorted(row["y"] for row in aws) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05)
     assert ratio_layers("trn1 over p4d")[0].y[0] < 1
     assert 8 < ratio_layers("70B over 7B")[0].y.mean() < 13
+
+
+def test_no_70b_checkpoint_hides_the_other() -> None:
+    """Scores of both checkpoints differ by less than a marker is wide."""
+    figure, _ = paper_figure("hlat-scores-70b").draw()
+    figure.draw_without_rendering()
+    [axis] = figure.axes
+    lines = {line.get_label(): line for line in axis.get_lines()}
+    earlier, later = (
+        axis.transData.transform(lines[f"at {tokens} billion tokens"].get_xydata())
+        for tokens in ("1,740", "1,800")
+    )
+    distances = np.linalg.norm(earlier - later[: len(earlier)], axis=1)
+    size = lines["at 1,740 billion tokens"].get_markersize() * figure.dpi / 72
+    assert len(earlier) == 6 and distances.min() > size
 
 
 def test_70b_is_out_of_memory_on_four_nodes() -> None:
@@ -218,3 +250,34 @@ def test_precision_study_is_made_once_and_cached(
     assert hlat_demo.demo_precision(tmp_path / "study", "nowhere") == found, "kept, not made again"
     _, rows = paper_figure("hlat-precision").draw([tmp_path / "study"])
     assert len(values(rows, panel="held out")) == 8
+
+
+@pytest.mark.slow
+def test_losses_of_averaged_weights_are_of_their_mean(
+    tiny_dataset, small_vocabulary, monkeypatch
+) -> None:
+    """A mean of equal weights has their loss, and training is the same without the averages."""
+    recipe = AVERAGING_RECIPE.replace(num_steps=6, warmup_steps=2, learning_rate=1e-12)
+    monkeypatch.setattr(hlat_demo, "WEIGHTS_EVERY", 2)
+    (first, *_, last) = hlat_demo.train_and_average(tiny_dataset, recipe)
+    assert first["2"] is None and last["5"] is None
+    assert last["3"] == pytest.approx(last["2"]) == pytest.approx(last["1"], abs=1e-6)
+
+    moving = recipe.replace(learning_rate=1e-2)
+    rows = hlat_demo.train_and_average(tiny_dataset, moving)
+    monkeypatch.setattr(hlat_demo, "NUM_AVERAGED", (1,))
+    plain = hlat_demo.train_and_average(tiny_dataset, moving)
+    assert [row["1"] for row in rows] == [row["1"] for row in plain]
+    assert rows[-1]["3"] != rows[-1]["1"]
+
+
+@pytest.mark.slow
+def test_averaging_study_is_made_once_and_cached(
+    tiny_dataset, small_vocabulary, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(hlat_demo, "AVERAGING_RECIPE", AVERAGING_RECIPE.replace(num_steps=100))
+    found = hlat_demo.demo_averaging(tmp_path / "study", tiny_dataset.directory)
+    assert hlat_demo.demo_averaging(tmp_path / "study", "nowhere") == found
+    _, rows = paper_figure("hlat-averaged-weights").draw([tmp_path / "study"])
+    assert {row["panel"] for row in rows} == set(hlat_demo.AVERAGING_SCHEDULES)
+    assert len(rows) == 2 * (4 + 3 + 1)

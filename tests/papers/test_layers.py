@@ -11,7 +11,7 @@ from kit.errors import ConfigError, RunError
 from kit.papers.appearance import Appearance
 from kit.papers.facts import DATA, Facts, Relation
 from kit.papers.frontier_demo import run_hfu_percent
-from kit.papers.layers import LOAD, FigureLayer, measured, open_runs
+from kit.papers.layers import LOAD, FigureLayer, measured_layers, open_runs
 from kit.papers.panels import FigureContent, draw_content, draw_layers
 from kit.show.style import new_figure
 from tests.papers.recorded import cluster_run, demo_study
@@ -32,12 +32,12 @@ def test_every_fact_has_source_and_provenance(name: str) -> None:
 def test_demo_scale_is_marked_and_drawn_apart(tmp_path: Path) -> None:
     folder = demo_study(tmp_path / "demo", {})
     runs = [folder, cluster_run(tmp_path / "cluster", hfu=0.3)]
-    found = measured(runs, x=lambda run: float(run.plan.num_devices), y=run_hfu_percent)
+    found = measured_layers(runs, x=lambda run: float(run.plan.num_devices), y=run_hfu_percent)
     assert [layer.scale for layer in found] == ["demo", "cluster"]
     assert len(found[0].x) == 6 and found[1].y == pytest.approx([30], rel=0.01)
     assert found[0].source == "this machine, demo scale"
     (folder / LOAD).write_text('{"load": 7.5}')
-    busy, _ = measured(runs, x=lambda run: 1.0, y=run_hfu_percent)
+    busy, _ = measured_layers(runs, x=lambda run: 1.0, y=run_hfu_percent)
     assert busy.source.endswith("while other programs were at work")
     with new_figure(1, 2, height=2) as (_, (left, right)):
         draw_layers(left, found[:1])
@@ -45,6 +45,23 @@ def test_demo_scale_is_marked_and_drawn_apart(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="do not belong in one panel"):
             draw_layers(right, found)
     assert [text.get_text() for text in left.texts] == ["demo scale"] and not right.texts
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_intervals_of_several_lines_stand_side_by_side(scale: str) -> None:
+    """Bands of several lines would cover each other. One line has a band."""
+    x = [1, 2, 4]
+    intervals = [0, 1, 2], [2, 3, 4]
+    first = FigureLayer.modelled("first", x, [1, 2, 3], *intervals, error="5 %")
+    second = FigureLayer.modelled("second", x, [1, 2, 3], *intervals, error="5 %")
+    with new_figure(1, 2, height=2) as (_, (left, right)):
+        left.set_xscale(scale)
+        draw_layers(left, [first, second])
+        draw_layers(right, [first])
+    assert len(right.collections) == 1 and list(right.lines[0].get_xdata()) == x
+    drawn = [container.lines[0].get_xdata() for container in left.containers]
+    assert len(drawn) == 2 and (drawn[0] < x).all() and (x < drawn[1]).all()
+    assert drawn[1] - drawn[0] == pytest.approx(0, abs=0.3), "still beside the tick"
 
 
 def test_caption_and_table_name_every_layer() -> None:

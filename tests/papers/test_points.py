@@ -46,7 +46,7 @@ def test_digitised_points_are_marked_in_figure_and_table(tmp_path: Path) -> None
     ("name", "unit", "point"),
     [
         ("frontier-throughput", "# x: 22B, 175B, 1T; y: (a) HFU, % of peak", "1T,30"),
-        ("frontier-sensitivity", "y: 1.4B: % of the variance", "5,tensor parallel"),
+        ("frontier-sensitivity", "y: 1.4B, authors' space: % of the variance", "5,tensor parallel"),
         ("hlat-scores-70b", "# x: tokens, billions; y: (a) MMLU, %", "50,MMLU"),
         ("hlat-loss", "# x: tokens, billions; y: HLAT: training loss, nats per token", "900,1"),
         ("hlat-learning-rate", "# x: tokens, billions; y: 7B: learning rate", "900,1e-4"),
@@ -73,7 +73,11 @@ def test_points_template_is_accepted_once_filled(name, unit, point, tmp_path) ->
         (WEAK, HEAD + "175B,128,89 %,f", "175B,128,89 %: y: '89 %' is not allowed. Give a number"),
         (WEAK, HEAD + "175B,128,89 %,f", "alone, in the unit of: weak, % of one"),
         (WEAK, HEAD + "175B,1024,0.89,f", "y: 0.89 is far from what is drawn (80 to 110)"),
-        (NAMED, HEAD + HFU + ",1T,0.32,f", "y: 0.32 of an axis in per cent looks like a fraction"),
+        (
+            NAMED,
+            HEAD + HFU + ",1T,0.32,f",
+            "y: 0.32 is probably a fraction, but this axis is in per cent",
+        ),
         (WEAK, HEAD + "175B,1e9,89,f", "x: 1e9 is far from what is drawn"),
         (WEAK, HEAD + "175B,0,89,f", "x: '0' is not allowed"),
         (WEAK, HEAD + "175B,nan,89,f", "x: 'nan' is not allowed"),
