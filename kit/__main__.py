@@ -26,17 +26,25 @@ def main() -> None:
         sys.exit(broken_environment(error))
     except Exception as error:
         from cluster.shadows import explain
-        from kit.show.terminal import PlainStream
 
         explain(error)
-        # Python prints an uncaught exception after `main` has returned. Until then stderr must stay
-        # wrapped in PlainStream.
-        sys.stderr = PlainStream(sys.stderr)
+        _keep_stderr_plain()
         raise
     finally:
         # Without this call, Python would search all objects of torch for reference cycles at its
         # exit, for 0.9 s.
         gc.freeze()
+
+
+def _keep_stderr_plain() -> None:
+    """Wraps standard error in a PlainStream for the traceback of an uncaught exception. Python
+    prints it after `main` has returned. Does nothing if an import fails in a broken environment.
+    """
+    try:
+        from kit.show.terminal import PlainStream
+    except Exception:
+        return
+    sys.stderr = PlainStream(sys.stderr)
 
 
 def broken_environment(error: ImportError) -> int:
@@ -48,9 +56,9 @@ def broken_environment(error: ImportError) -> int:
         ImportError: No installed module is hidden. `error` is raised again, so that the user sees
             its traceback. For `kit doctor` it is not raised.
     """
-    from cluster.shadows import find_shadows, summary
+    from cluster.shadows import find_shadowing_modules, summary
 
-    shadows = find_shadows()
+    shadows = find_shadowing_modules()
     is_doctor = "doctor" in sys.argv[1:]
     if not shadows and not is_doctor:
         error.add_note("`kit doctor` examines this environment.")

@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 
 from cluster.interpreter import PACKAGE_ROOT, code_command, source_command
-from cluster.shadows import find_in_working_directory, find_shadows, summary
+from cluster.shadows import find_shadowing_files, find_shadowing_modules, summary
 from cluster.site import Site
 from cluster.slurm.script import container_trial
 from cluster.state import JobError
 from kit.errors import install_command
+from kit.show.results import short_number
 
 EXTRAS = {
     "optuna": "plan",
@@ -56,7 +57,8 @@ class DoctorFinding:
     subject: str
     found: str
     ok: bool | None
-    """Whether the subject can be used. None for an optional subject that is not available."""
+    """Whether the checked package, program or device can be used. None if it is optional and not
+    available."""
     advice: str = ""
 
 
@@ -114,7 +116,7 @@ def _modules() -> list[DoctorFinding]:
     or notebooks would import from the user's own folders instead. Another finding reports that a
     different environment is active.
     """
-    shadows = find_shadows()
+    shadows = find_shadowing_modules()
     advice = shadows[0].advice if shadows else ""
     found = summary(shadows) or "all from this environment"
     findings = [DoctorFinding("modules", found, not shadows, advice)]
@@ -127,7 +129,7 @@ def _modules() -> list[DoctorFinding]:
         found = f"{sys.prefix}, while {active} is active ({variable})"
         advice = "start the `kit` of the active environment"
         findings.append(DoctorFinding("environment", found, None, advice))
-    if here := find_in_working_directory():
+    if here := find_shadowing_files():
         names = ", ".join(shadow.name for shadow in here)
         found = f"has files named like modules, which notebooks here import, not ranks: {names}"
         findings.append(DoctorFinding("this folder", found, None, "rename these files"))
@@ -175,13 +177,14 @@ def _rates(gpus: int) -> list[DoctorFinding]:
     flops_per_s = report["nodes"][0]["matmul_flops_per_s"]
     product = DoctorFinding(
         "matrix product",
-        f"{flops_per_s / 1e12:.3g} TFLOP/s in {report['dtype']}, the slower of {ranks} {kind}",
+        f"{short_number(flops_per_s / 1e12)} TFLOP/s in {report['dtype']}, the slower of"
+        f" {ranks} {kind}",
         True,
     )
     bytes_per_s = report["all_reduce_bytes_per_s"]
     if not bytes_per_s:
         return [product, DoctorFinding("all-reduce", "one GPU has none to add to", None)]
-    found = f"right, {bytes_per_s / 1e9:.3g} GB/s sent by each of {ranks} {kind}"
+    found = f"right, {short_number(bytes_per_s / 1e9)} GB/s sent by each of {ranks} {kind}"
     return [product, DoctorFinding("all-reduce", found, True)]
 
 

@@ -1,7 +1,7 @@
 """Starts jobs: training from a spec, plan and recipe, and scoring of a checkpoint.
 
-`prepare` makes all checks that are possible before a job starts, and yields a `Prepared`, which
-contains all files and scripts of the launch. `submit` writes these files and starts the job.
+`prepare` makes all checks that are possible before a job starts, and yields a `PreparedLaunch`,
+which contains all files and scripts of the launch. `submit` writes these files and starts the job.
 `launch` calls both. `score_in_job` and `submit_eval` start the job that scores a checkpoint.
 """
 
@@ -14,11 +14,11 @@ from typing import Self
 
 from cluster import local, submission
 from cluster.attempts import Files, new_folders, refuse_live
-from cluster.files import is_locked, lock_file
+from cluster.files import lock_file, try_lock
 from cluster.interpreter import module_command
 from cluster.job import Job, JobSpec
-from cluster.login.submit import refuse_lacking
-from cluster.logs import last_words
+from cluster.login.submit import check_remote_paths
+from cluster.logs import end_reason
 from cluster.ownership import refuse_other_owner
 from cluster.render import nodes_for
 from cluster.site import Site
@@ -48,7 +48,7 @@ TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arX
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedLaunch:
     """A launch that has passed all checks: its run, its job, and all files that `submit` writes."""
 
     run: Run
@@ -58,7 +58,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     """Notes on the data, which are shown to the user before the job starts."""
 
-    def on(self, site: Site) -> Self:
+    def with_site(self, site: Site) -> Self:
         """Returns a copy of this launch with another `site`, which contains the measured peak
         FLOP/s.
         """
@@ -185,9 +185,9 @@ def prepare(
     device: DeviceName | None = None,
     time_limit_s: float | None = None,
     measured: Callable[[Site, str], Site] | None = None,
-) -> Iterator[Prepared]:
-    """Context manager: checks a launch and yields it as a `Prepared`. Within the context, `submit`
-    may start it.
+) -> Iterator[PreparedLaunch]:
+    """Context manager: checks a launch and yields it as a `PreparedLaunch`. Within the context,
+    `submit` may start it.
 
     It first checks records, data and weights, and writes nothing. Then it takes the lock of the run
     directory, creates the directory if it is missing, and checks its files. It holds the lock until
@@ -213,7 +213,7 @@ def prepare(
     site = on_device(site, plan, device)
     check_site(spec, plan, site)
     check_engine(plan)
-    check_recipe(recipe, plan)
+    check_recipe(recipe, plan, spec)
     begins = not Checkpoints(directory / "checkpoints").steps()
     notes = _check_inputs(spec, plan, recipe, site, begins)
     with _launch_lock(directory):
@@ -222,13 +222,13 @@ def prepare(
         if site.login is None:
             run.checkpoints.check_space(spec)
         job = submission.prepare_job(job_spec(run, time_limit_s), site, _files(run))
-        prepared = Prepared(run=run, job=job, notes=notes)
+        prepared = PreparedLaunch(run=run, job=job, notes=notes)
         if measured is not None:
-            prepared = prepared.on(measured(site, plan.precision))
+            prepared = prepared.with_site(measured(site, plan.precision))
         yield prepared
 
 
-def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
+def draft(run: Run, time_limit_s: float | None = None) -> PreparedLaunch:
     """Returns the launch of a run that may be incomplete, without most checks of `prepare`. The
     run's data may be missing, and fields of its site may still have the value EDIT.
 
@@ -236,12 +236,12 @@ def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
         ConfigError: Plan, model and site do not fit each other.
         RunError: The hook's file cannot be read.
     """
-    return Prepared(
+    return PreparedLaunch(
         run=run, job=submission.draft_job(job_spec(run, time_limit_s), run.site, _files(run))
     )
 
 
-def submit(prepared: Prepared) -> Run:
+def submit(prepared: PreparedLaunch) -> Run:
     """Starts the job of a launch that `prepare` has checked, and returns its run.
 
     Before the job is submitted, the files of the launch are written in the order that
@@ -277,7 +277,7 @@ def _launch_lock(directory: Path) -> Iterator[None]:
         # On a file system without locks, `claim_attempt` later lets only one launch continue. If
         # the locked file has no name any more, a launch that has just ended has removed it, and the
         # lock protects nothing.
-        if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
+        if not try_lock(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
             raise RunError(
                 f"{directory} is being launched by another process. Use that run, or another run"
                 " directory."
@@ -293,7 +293,7 @@ def _files(run: Run) -> Files:
     """
     of_any_engine = dict.fromkeys(configuration.FILES)
     of_its_engine = configuration.configuration_files(run.spec, run.plan, run.recipe)
-    return {**of_any_engine, **of_its_engine, **run.asked()}
+    return {**of_any_engine, **of_its_engine, **run.configuration_texts()}
 
 
 def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
@@ -301,10 +301,10 @@ def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
     site is behind a login node, paths of data are on that machine and stay unchanged. The hook is
     always a file of this machine.
     """
-    from kit.data import located  # This imports NumPy, which `import kit` must not import.
+    from kit.data import resolve_paths  # This imports NumPy, which `import kit` must not import.
 
     if site.login is None:
-        recipe = located(recipe)
+        recipe = resolve_paths(recipe)
     if recipe.hook is not None:
         recipe = recipe.replace(hook=str(Path(recipe.hook).expanduser().resolve()))
     return recipe
@@ -328,7 +328,7 @@ def _check_inputs(
             needed += source.paths
         if needs_weights:
             needed.append(str(recipe.init_from))
-        refuse_lacking(site, needed, "torch")
+        check_remote_paths(site, needed, "torch")
         return ()
     notes = data_notes(spec, plan, recipe)
     if needs_weights:
@@ -394,7 +394,7 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
     if newest is not None and newest >= num_steps:
         raise RunError(
             f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for."
-            f" {Run.open(run.directory).how_to_go_on(plan, num_steps)}"
+            f" {Run.open(run.directory).resume_advice(plan, num_steps)}"
         )
 
 
@@ -465,7 +465,7 @@ def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
         ConfigError, DataError: The data does not fit the model or the run, as described at
             `check_data`.
     """
-    from kit.data import Dataset, located, rounded_weights
+    from kit.data import Dataset, resolve_paths, rounded_weights
 
     notes = []
     for name, epochs in check_data(spec, plan, recipe):
@@ -473,15 +473,15 @@ def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
         unit = "epoch" if epochs == 1 else "epochs"
         text = f"Reads {number} {unit} of {name}"
         notes.append(f"{text} ({TOO_OFTEN})" if epochs > MAX_EPOCHS else text)
-    for name, (wanted, drawn) in rounded_weights(located(recipe)).items():
+    for name, (wanted, drawn) in rounded_weights(resolve_paths(recipe)).items():
         notes.append(
             f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to"
             " 1/65,536."
         )
-    dataset = Dataset.open(Path(located(recipe).data))
+    dataset = Dataset.open(Path(resolve_paths(recipe).data))
     if unused := unused_vocabulary(spec, dataset.vocab_size):
         notes.append(unused)
-    there = dataset.held_out_sequences(spec.sequence_length)
+    there = dataset.num_validation_sequences(spec.sequence_length)
     if recipe.validation_every and there < recipe.validation_sequences:
         notes.append(
             f"Validates on all {there:,} held-out sequences, not {recipe.validation_sequences:,}."
@@ -497,9 +497,9 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, f
         ConfigError: The tokenizer of the data has more tokens than the model's vocabulary.
         DataError: Token files are missing or truncated, or have less than one sequence.
     """
-    from kit.data import Dataset, located, training_samples
+    from kit.data import Dataset, resolve_paths, training_samples
 
-    recipe = located(recipe)
+    recipe = resolve_paths(recipe)
     dataset = Dataset.open(Path(recipe.data))
     if dataset.vocab_size > spec.vocab_size:
         raise ConfigError(
@@ -580,6 +580,6 @@ def score_in_job(run: Run, step: int, arguments: Sequence[str], num_devices: int
         job.cancel()
         raise
     if status.state is not JobState.DONE:
-        words = (last_words(job.logs(0)) or status.reason).rstrip(".")
+        words = (end_reason(job.logs(0)) or status.reason).rstrip(".")
         more = kit_command("logs", job.run_dir)
         raise RunError(f"{run.name}, step {step}: not scored: {words}. All that it said: `{more}`.")

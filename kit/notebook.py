@@ -38,7 +38,7 @@ WEEK_S = 7 * 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class NotebookSettings:
     """Settings with which the reader of a notebook trains on a cluster. At demo scale, all fields
     have their default values.
 
@@ -56,7 +56,7 @@ class Given:
     spec: ModelSpec | None = None
     plan: Plan | None = None
     dataset: Dataset | None = None
-    stated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    recipe_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     patience_s: float = 600.0
 
     @property
@@ -73,7 +73,9 @@ class Given:
         if self.dataset is None:
             return demo
         lengths = {name: getattr(demo, name) for name in LENGTHS}
-        return Recipe.from_dict({**self.stated, **lengths, "data": str(self.dataset.directory)})
+        return Recipe.from_dict(
+            {**self.recipe_fields, **lengths, "data": str(self.dataset.directory)}
+        )
 
     def __str__(self) -> str:
         if self.site is None or self.spec is None or self.plan is None:
@@ -93,8 +95,8 @@ def at_scale(
     data: str,
     model: str | None = None,
     plan: str | None = None,
-) -> Given:
-    """Returns the checked settings of a notebook's training, as a `Given`.
+) -> NotebookSettings:
+    """Returns the checked settings of a notebook's training, as `NotebookSettings`.
 
     Args:
         scale: `demo` or `cluster`. At demo scale all other arguments are ignored.
@@ -108,7 +110,7 @@ def at_scale(
     """
     check_known("SCALE", str(scale), SCALES)
     if scale == "demo":
-        return Given()
+        return NotebookSettings()
     place = Site.load(site)
     check_submittable(place)
     if Path(recipe).suffix in (".toml", ".json") and (model is None or plan is None):
@@ -122,12 +124,12 @@ def at_scale(
     gathered.refuse_to_edit(unused=("data", *LENGTHS))
     gathered.plan.check(gathered.spec)
     check_engine(gathered.plan)
-    return Given(
+    return NotebookSettings(
         site=place,
         spec=gathered.spec,
         plan=gathered.plan,
         dataset=Dataset.open(data),
-        stated=gathered.recipe_fields,
+        recipe_fields=gathered.recipe_fields,
         patience_s=WEEK_S,
     )
 

@@ -74,9 +74,9 @@ def reusable_stager(options: StagingOptions) -> DefaultStager:
     """Returns a stager (torch's object that copies a state to host memory) that can copy several
     states, one after the other, into one buffer.
 
-    In torch 2.11 and 2.12 the stager closes its inner stager after the first copy. `close` clears a
-    table without which the next copy fails (KeyError: <class 'type'>). Therefore `close` of the
-    inner stager is replaced by a function without effect.
+    In torch 2.11 and 2.12 the stager closes another stager, which it contains, after the first
+    copy. Closing deletes a table that the next copy needs (KeyError: <class 'type'>). Therefore
+    `close` of the contained stager is replaced by a function without effect.
     """
     stager = DefaultStager(options)
     stager._state_dict_stager.close = lambda: None

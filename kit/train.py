@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from cluster.directory_handle import RunDirectory, retry_disk
-from cluster.files import is_private, outlive_log, write_atomic
+from cluster.files import ignore_output_errors, is_private, write_atomic
 from cluster.interpreter import source_command
 from cluster.record import ConfigError, counted
-from cluster.shadows import find_shadows
+from cluster.shadows import find_shadowing_modules
 from cluster.state import JobError, JobState, log_path, read_state, update_state
 from kit.data.wheels import file_sha256
 from kit.engines import gpu
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory")
     directory = Path(parser.parse_args(arguments).run)
-    outlive_log()
+    ignore_output_errors()
     # FSDP2 warns that the local shard of tensor parallel logits is a view, which must not be
     # changed in place. The kit never changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
@@ -219,7 +219,7 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
         "torch": torch.__version__,
         "kit": kit_version,
         "git": commit,
-        "shadowed_modules": {shadow.name: shadow.folder for shadow in find_shadows()},
+        "shadowed_modules": {shadow.name: shadow.folder for shadow in find_shadowing_modules()},
         "accelerator": accelerator,
     }
     if not run.plan.capabilities.runs_on_trainium:

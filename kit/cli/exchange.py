@@ -15,7 +15,6 @@ from cluster.site import Site
 from kit import monitor
 from kit.cli.options import (
     MODEL,
-    FollowOption,
     OverwriteOption,
     RunArgument,
     StepOption,
@@ -67,7 +66,7 @@ def export(
         typer.Option(
             help="csv or parquet: the steps, with tokens/s, MFU and HFU. wandb (offline,"
             " unless WANDB_MODE=online) or tensorboard: steps and scores. hf: a"
-            " checkpoint, as a Hugging Face folder."
+            " checkpoint as a Hugging Face folder."
         ),
     ] = "parquet",
     out: Annotated[
@@ -83,11 +82,18 @@ def export(
             metavar="TYPE",
         ),
     ] = None,
-    follow: FollowOption = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="With wandb or tensorboard: after the present steps and scores, copy new steps"
+            " and scores until the job ends.",
+        ),
+    ] = False,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Export the steps of a run to a table or a tracker, or a checkpoint with its tokenizer to a
-    Hugging Face folder. The run may still be training.
+    """Export the steps of a run to a table, wandb or TensorBoard, or a checkpoint with its
+    tokenizer to a Hugging Face folder. The run may still be training.
     """
     check_known("format", format, FORMATS)
     given = (out, step, precision, follow, overwrite)
@@ -112,6 +118,39 @@ def export(
         folder = owned_output(out, opened.directory / "export.hf")
         note("Checking and reading the checkpoint, then writing ...")
         _tell_folder(export_run(opened, step, folder, precision=precision or "float32"))
+
+
+@app.command()
+def average(
+    run: RunArgument,
+    last: Annotated[
+        int, typer.Option(help="Number of newest checkpoints to average, 2 or more.", metavar="N")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face folder to make. Default: RUN/average.hf."),
+    ] = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="Precision of the written weights.", metavar="TYPE"),
+    ] = "float32",
+) -> None:
+    """Average the weights of the last checkpoints of a run, and write them with its tokenizer to a
+    Hugging Face folder, which `kit eval` scores. The run may still be training.
+
+    HLAT reports such an average of two checkpoints (arXiv 2404.10630, Table IV).
+    """
+    from kit.interop.weights.hugging_face import export_average
+
+    opened = Run.open(run)
+    folder = owned_output(out, opened.directory / "average.hf")
+    note("Checking and reading the checkpoints, then writing ...")
+    written, steps = export_average(opened, last, folder, precision=precision)
+    print_result(
+        {"folder": str(written), "steps": steps},
+        f"Average of the checkpoints of steps {', '.join(map(str, steps))}: {written}.",
+        advice("Score it:", "eval", written),
+    )
 
 
 @app.command(name="import")
@@ -152,25 +191,32 @@ def import_(
         str | None,
         typer.Option(
             help="Regular expression for other logs, e.g."
-            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'. If a step is printed on several lines, give"
-            r" an alternative for each: 'step (?P<step>\d+)|loss=(?P<loss>\S+)'."
+            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'. If the log has several lines for one step,"
+            r" join one expression for each line by '|': 'step (?P<step>\d+)|loss=(?P<loss>\S+)'."
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help=f"{MODEL} Default: what a log says of its model.")
+        str | None, typer.Option(help=f"{MODEL} Default: the model that the log describes.")
     ] = None,
-    follow: FollowOption = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="After the present lines of a log, import each new line until the log's training"
+            " ends.",
+        ),
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="Set a field of spec, plan or recipe that the log does not tell:"
+            help="Set a field of spec, plan or recipe that is not in the log:"
             " plan.tensor_parallel=8. Can be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Import a training log as a run directory, so that status, watch, figure and runs work on it,
-    or another trainer's checkpoint as a Hugging Face folder.
+    """Import a training log as a run directory, or another trainer's checkpoint as a Hugging Face
+    folder. The commands status, watch, figure and runs then read the log as a run.
 
     A log needs --site, the machine on which it was written; a checkpoint needs --model. Time stamps
     without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`. Lines
@@ -278,15 +324,17 @@ def figure(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Run directory, or name of a paper's figure. Default: list these names.",
+            help="Run directory, or name of a paper's figure. Default: list the names, or"
+            " with --out draw all figures.",
             metavar="RUN|NAME",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write: .png, .svg or .pdf; .csv for a table. Default: RUN/figure.png"
-            " or NAME.png. Without a name: folder for all figures of the papers."
+            help="File to write: .png, .svg or .pdf; .csv for a table. Default:"
+            " RUN/figure.png or NAME.png. Without a name, all figures of the papers are"
+            " drawn into this folder."
         ),
     ] = None,
     own: Annotated[
@@ -296,8 +344,8 @@ def figure(
     points: Annotated[
         Path | None,
         typer.Option(
-            help="CSV of points that you digitised from the paper's"
-            " figure, to draw beside the others."
+            help="CSV of points that you digitised from the paper's figure. They are drawn"
+            " beside the other points."
         ),
     ] = None,
     points_template: Annotated[

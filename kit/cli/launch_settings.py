@@ -8,6 +8,7 @@ takes precedence.
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 DEMO_PLAN = Plan(global_batch_size=16, micro_batch_size=4)
+"""Layout of the demo model if the user names none. For another batch or more replicas,
+`fit_micro_batch` lowers the micro-batch size."""
 REQUIRED = {"data": "--data FOLDER, made by `kit data build`", "num_steps": "--steps N"}
 """Advice to the user on how to set the fields of a recipe that have no default. The key is the name
 of the field."""
@@ -50,6 +53,9 @@ class LaunchSettings:
     to_edit: tuple[str, ...]
     """Names of missing recipe fields that have the value EDIT in the user's file. The user must
     replace this value."""
+    is_micro_batch_default: bool
+    """Whether the micro-batch size of the plan is the default of the demo. `fit_micro_batch` may
+    then change it."""
     gpu_defaults: dict[str, Any]
     """Values that fields of the plan get if the ranks compute on GPUs, by name of the field. Fields
     that the user has set are left out."""
@@ -131,10 +137,12 @@ def gather_settings(
     elif published is not None and published.model == name:
         base = published.plan
     gpu_defaults = {}
+    is_micro_batch_default = False
     if base is not None:
         layout = Plan.from_dict({**base.to_dict(), **changes["plan"]})
     else:
         layout = _new_layout(name, changes["plan"])
+        is_micro_batch_default = name == DEMO and "micro_batch_size" not in changes["plan"]
         for field, value in layout.gpu_defaults.items():
             if field not in changes["plan"]:
                 gpu_defaults[field] = value
@@ -145,6 +153,7 @@ def gather_settings(
         recipe_fields=known_fields,
         missing=_missing(known_fields, to_edit, named_recipe),
         to_edit=to_edit,
+        is_micro_batch_default=is_micro_batch_default,
         gpu_defaults=gpu_defaults,
         notes=_batch_notes(published, layout),
     )
@@ -208,14 +217,23 @@ def _new_layout(name: str, changes: dict[str, Any]) -> Plan:
         ConfigError: The model is not the demo, and no batch size is given.
     """
     if name == DEMO:
-        return Plan.from_dict({**DEMO_PLAN.to_dict(), **changes})
+        layout = Plan.from_dict({**DEMO_PLAN.to_dict(), "micro_batch_size": 1, **changes})
+        return layout if "micro_batch_size" in changes else fit_micro_batch(layout)
     if "global_batch_size" not in changes:
         raise ConfigError(
-            f"--plan: {name!r} needs a layout and a batch. Give --plan FILE, made by `kit plan"
-            f" {name} --out FILE`, or --set plan.global_batch_size=VALUE with the degrees that are"
-            " not 1."
+            f"--plan: {name!r} has no default layout. Give --plan FILE, made by `kit plan {name}"
+            " --out FILE`, or set the batch, --set plan.global_batch_size=VALUE, and each parallel"
+            " degree above 1, such as --set plan.tensor_parallel=8."
         )
     return Plan.from_dict(changes)
+
+
+def fit_micro_batch(plan: Plan) -> Plan:
+    """Returns the plan with the largest micro-batch size that divides both the sequences of a
+    replica and the micro-batch size of DEMO_PLAN.
+    """
+    sequences = plan.global_batch_size // plan.data_parallel
+    return plan.replace(micro_batch_size=math.gcd(DEMO_PLAN.micro_batch_size, sequences))
 
 
 def _demo_fields(name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,16 @@ from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.request import derived
 from cluster.scheduler import EDIT
-from cluster.shadows import find_shadows, summary
+from cluster.shadows import find_shadowing_modules, summary
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
-from kit.cli.launch_settings import LaunchSettings, draft_recipe, gather_settings
+from kit.cli.launch_settings import (
+    LaunchSettings,
+    draft_recipe,
+    fit_micro_batch,
+    gather_settings,
+)
 from kit.cli.options import (
     MODEL,
     MinutesOption,
@@ -58,28 +63,31 @@ def launch(
         str | None,
         typer.Option(
             help="Training settings: a .toml or .json file with fields of kit.Recipe, or a"
-            " published recipe (`kit plan --list`). Default: the demo model's; other"
-            " models need one."
+            " published recipe (`kit plan --list`). Default for the demo model: its"
+            " built-in recipe. Other models need this option."
         ),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Layout: a file written by `kit plan --out`. Default: that of the"
-            " published recipe, or of the demo."
+            help="Layout: a file written by `kit plan --out`. Default: the layout of the"
+            " published recipe, or of the demo model."
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Folder of token files, made by `kit data build`. Default of the demo model:"
-            r" data/demo. To mix several, give [\[sources]] in the recipe file, and [\[phases]] to"
-            " change their weights on the way."
+            help="Folder of token files, made by `kit data build`. Default for the demo model:"
+            " data/demo. To mix several data sets, give [\\[sources]] in the recipe file."
+            " [\\[phases]] changes the weights of the mixture during training."
         ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Optimizer steps of the whole run. Default: the recipe's; of demo, 100."),
+        typer.Option(
+            help="Optimizer steps of the whole run. Default: the recipe's, or 100 for the"
+            " demo model."
+        ),
     ] = None,
     site: Annotated[
         str | None,
@@ -91,8 +99,8 @@ def launch(
     there: Annotated[
         str | None,
         typer.Option(
-            help="Join a run that was launched elsewhere instead of starting one. Give its"
-            " directory behind the login node of --site; it is mirrored in RUN."
+            help="Path of a run directory that is already on the cluster of --site. No job is"
+            " started. RUN becomes a local copy of the run, which you can watch."
         ),
     ] = None,
     learning_rate: Annotated[
@@ -116,7 +124,8 @@ def launch(
         typer.Option(
             "--nodes",
             "-N",
-            help="Nodes of the job, which set the plan's data_parallel. Default: by the plan.",
+            help="Number of nodes. data_parallel is set so that the layout uses all their"
+            " devices. Default: as many nodes as the plan needs.",
             metavar="N",
         ),
     ] = None,
@@ -137,8 +146,8 @@ def launch(
         typer.Option(
             "--time",
             "-t",
-            help="Time limit of each job, as sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or"
-            " D-HH:MM:SS. Instead of --minutes.",
+            help="Time limit of each job, instead of --minutes. The formats are those of sbatch:"
+            " minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.",
             metavar="TIME",
         ),
     ] = None,
@@ -146,28 +155,30 @@ def launch(
         bool,
         typer.Option(
             "--show",
-            help="Print the job's scripts and what is still to fill in. Nothing is started.",
+            help="Print the job's scripts, and the lines of the site file that you must fill"
+            " in. Nothing is started.",
         ),
     ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="Set a field of spec, plan or recipe: plan.data_parallel=8, recipe.hook=FILE,"
-            " recipe.init_from=FOLDER. Can be repeated. `python -m pydoc kit.Plan` lists those of"
-            " a plan, kit.Recipe and kit.ModelSpec the others.",
+            help="Set a field of spec, plan or recipe: plan.data_parallel=8,"
+            " recipe.hook=FILE, recipe.init_from=FOLDER. Can be repeated. `python -m"
+            " pydoc kit.Plan` lists the fields of a plan, `python -m pydoc kit.Recipe` those"
+            " of a recipe, and `python -m pydoc kit.ModelSpec` those of a spec.",
         ),
     ] = None,
 ) -> None:
     """Launch a training job in a new run directory. The job continues when this command ends.
 
-    If the directory holds a run that has begun, the run is resumed, and keeps each setting that you
-    do not give.
+    If the directory holds a run that has begun, the run is resumed. Settings that you do not give
+    stay unchanged.
 
-    The number of devices follows from the plan; --set plan.data_parallel=N changes it. On GPUs,
-    plans default to bf16 and torch.compile; plans from a file or a paper keep their own settings.
-    Ranks on this machine use its GPUs if there is one for each rank; an empty CUDA_VISIBLE_DEVICES
-    keeps them on CPU cores.
+    The number of devices follows from the plan. --set plan.data_parallel=N changes it. On GPUs, the
+    default is bf16 with torch.compile. A plan from a file, or of a published recipe, is trained
+    with its own precision and compilation instead. Ranks on this machine use its GPUs if there is
+    one for each rank. With an empty CUDA_VISIBLE_DEVICES, the ranks run on CPU cores.
     """
     if there is not None:
         attach(run.expanduser().absolute(), Site.load(site or "laptop"), there)
@@ -215,7 +226,7 @@ def launch(
         time_limit_s=time_limit_s,
         measured=functools.partial(_measured, run),
     )
-    with told_if_interrupted(run), prepare as prepared:
+    with report_interrupted_launch(run), prepare as prepared:
         if prepared.notes:
             note("\n".join(prepared.notes))
         _warn_of_shadows(place)
@@ -229,7 +240,8 @@ def resume(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Optimizer steps of the whole run, those trained included. Default: as before."
+            help="Optimizer steps of the whole run, including the steps already trained."
+            " Default: unchanged."
         ),
     ] = None,
     minutes: MinutesOption = None,
@@ -245,8 +257,9 @@ def resume(
     """Resume a run from its last checkpoint, with its plan or a changed plan (--set
     plan.KEY=VALUE).
 
-    With more steps, the learning-rate schedule still ends at its former step; --set
-    recipe.decay_steps=N moves its end.
+    If --steps is larger than before, the learning-rate schedule still ends at the former last step,
+    and the learning rate then stays constant. --set recipe.decay_steps=N changes the end of the
+    schedule.
     """
     changes = parse_settings(settings, allowed=("plan", "recipe"))
     if others := changes["recipe"].keys() - {"decay_steps"}:
@@ -258,7 +271,7 @@ def resume(
     plan = begun.plan.replace(**changes["plan"])
     limit_s = _seconds(minutes)
     _warn_of_shadows(begun.site)
-    with told_if_interrupted(run):
+    with report_interrupted_launch(run):
         started = launcher.resume(
             run, plan=plan, num_steps=steps, **changes["recipe"], time_limit_s=limit_s
         )
@@ -274,7 +287,7 @@ def _warn_of_shadows(site: Site) -> None:
     """
     if site.login or (site.slurm and site.slurm.is_in_container) or site.scheduler == "kubernetes":
         return
-    if shadows := find_shadows():
+    if shadows := find_shadowing_modules():
         note(f"In the ranks too, {summary(shadows)}. {shadows[0].advice} before you launch.")
 
 
@@ -327,7 +340,7 @@ def _on_nodes(gathered: LaunchSettings, nodes: int | None, site: Site) -> Launch
 
     Raises:
         ConfigError: The number of devices of the nodes is not a multiple of the devices of a
-            replica.
+            replica, or the batch cannot be divided among the replicas.
     """
     if nodes is None:
         return gathered
@@ -339,7 +352,12 @@ def _on_nodes(gathered: LaunchSettings, nodes: int | None, site: Site) -> Launch
             f" replicas of {counted(replica_devices, 'device')} each (tensor, pipeline and context"
             " parallel ranks). Give another number, or another plan."
         )
-    plan = gathered.plan.replace(data_parallel=devices // replica_devices)
+    replicas = devices // replica_devices
+    if gathered.is_micro_batch_default:
+        plan = gathered.plan.replace(data_parallel=replicas, micro_batch_size=1)
+        plan = fit_micro_batch(plan)
+    else:
+        plan = gathered.plan.replace(data_parallel=replicas)
     return dataclasses.replace(gathered, plan=plan)
 
 
@@ -540,7 +558,7 @@ def _measured(run: Path, site: Site, dtype: str) -> Site:
 
 
 @contextlib.contextmanager
-def told_if_interrupted(run: Path) -> Iterator[None]:
+def report_interrupted_launch(run: Path) -> Iterator[None]:
     """Context manager for commands that start a job. After Ctrl-C it prints whether a job runs, and
     the command that ends the job. Then it exits with code 130, which shells use for Ctrl-C.
     """

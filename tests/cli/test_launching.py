@@ -76,7 +76,7 @@ def test_only_the_demo_model_has_a_default_recipe() -> None:
     every = "frontier-22b, frontier-175b, frontier-1t, hlat-7b, hlat-70b"
     refused(every, "--model spec.json")
     Path("mine.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\n")
-    refused("needs a layout and a batch", "--model spec.json --recipe mine.toml")
+    refused("has no default layout", "--model spec.json --recipe mine.toml")
     demo = asked()
     assert demo.recipe_fields["learning_rate"] == 3e-3 and demo.missing == {}
     assert demo.plan.global_batch_size == 16
@@ -368,6 +368,37 @@ def test_sbatch_options_of_launch_reach_the_script(capsys) -> None:
 def test_time_option_accepts_sbatch_formats(text: str, seconds: int) -> None:
     """The expected seconds follow the formats in `man sbatch`, option --time."""
     assert launching.slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ("", (1, 16, 4)),
+        ("--batch 6", (1, 6, 2)),
+        ("--set plan.data_parallel=8", (8, 16, 2)),
+        ("--site dgx-h100 --nodes 2", (16, 16, 1)),
+        ("--site dgx-h100 --nodes 2 --batch 32", (16, 32, 2)),
+        ("--site dgx-h100 --nodes 2 --batch 64", (16, 64, 4)),
+        ("--site dgx-h100 --nodes 2 --batch 64 --set plan.micro_batch_size=2", (16, 64, 2)),
+    ],
+)
+def test_micro_batch_of_the_demo_fits_batch_and_replicas(
+    monkeypatch: pytest.MonkeyPatch, words: str, layout: tuple[int, int, int]
+) -> None:
+    shown = []
+    monkeypatch.setattr(launching, "_show", lambda run, gathered, *rest: shown.append(gathered))
+    launch(f"{words} --show")
+    (plan,) = [gathered.plan for gathered in shown]
+    assert (plan.data_parallel, plan.global_batch_size, plan.micro_batch_size) == layout
+
+
+def test_batch_below_the_replicas_is_refused_without_micro_batches() -> None:
+    """The user has set no micro-batch size, so the message names replicas only."""
+    with pytest.raises(ConfigError) as raised:
+        launch("--site dgx-h100 --nodes 2 --batch 8 --show")
+    text = str(raised.value)
+    assert "8 sequences cannot be divided among 16 replicas. Use a multiple of 16" in text
+    assert "micro" not in text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.shadows import find_shadows, python_path
+from cluster.shadows import find_shadowing_modules, python_path
 from tests.support.sources import ROOT
 
 KIT = ["-P", "-c", "import sys; from kit.__main__ import main; sys.exit(main())"]
@@ -48,7 +48,11 @@ def test_import_names_a_shadowing_file_in_cwd(tmp_path):
     folder.
     """
     (tmp_path / "random.py").write_text("")
-    words = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); import kit"]
+    words = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.append({str(ROOT)!r}); import kit; kit.Run",
+    ]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     told = f"random comes from {tmp_path}, the working directory"
@@ -69,7 +73,7 @@ def test_found_shadows_match_python_imports(tmp_path, monkeypatch):
     code += "print(*(n for n in sys.argv[2:] if find_spec(n).origin.startswith(sys.argv[1])))"
     names = ["numpy", "torch", "colorsys", "rich", "json"]
     imported = run(tmp_path, "-P", "-c", code, str(tmp_path), *names).stdout.split()
-    assert [shadow.name for shadow in find_shadows()] == sorted(imported)
+    assert [shadow.name for shadow in find_shadowing_modules()] == sorted(imported)
     assert sorted(imported) == ["colorsys", "numpy", "rich"]
 
 
@@ -107,7 +111,8 @@ def test_user_site_shadows_packages_of_its_prefix(tmp_path, is_venv):
         (Path(own) / "pip" / "__init__.py").write_text("")
     (found,) = told("import pip; print(pip.__file__)")
     names = told(
-        "from cluster.shadows import find_shadows; print(*(s.name for s in find_shadows()))"
+        "from cluster.shadows import find_shadowing_modules as find;"
+        " print(*(each.name for each in find()))"
     )
     assert names == (["pip"] if found.startswith(user) else [])
     assert found.startswith(own if is_venv else user)

@@ -21,6 +21,8 @@ PATHS = "nowhere", "file", "empty", "loop", "x" * 260, "file/inside", "~nobody-a
 COMMANDS = """
 status PATH
 watch PATH
+watch run --html PATH
+watch run --html file/inside/PATH.html
 logs PATH
 stop PATH
 checkpoint PATH

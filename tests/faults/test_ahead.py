@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.state import JobState, ask, read_state, read_taken
+from cluster.state import JobState, read_state, read_taken_request, write_request
 from kit.data import Samples
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
@@ -163,16 +163,16 @@ def test_all_ranks_agree_on_requests_at_the_same_steps(prepare, every_s, steps):
 
     attempt = Attempt(run, 1, counted)
     attempt.until_step(3)
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     attempt.until_step(3 + 2 * loop.REQUESTS_MAX_STEPS)
-    taken = read_taken(run.directory, "checkpoint")
-    ask(run.directory, "stop")
+    taken = read_taken_request(run.directory, "checkpoint")
+    write_request(run.directory, "stop")
     assert attempt.wait() == [0, 0]
     looks = [int(step) for step in re.findall(r"look for stop after step (\d+)", attempt.log())]
     # Requests are checked after step 1 and step 2, because the first step may compile and its time
     # is not used. Then they are checked every `steps` steps.
     assert looks == [1, *range(2, looks[-1] + 1, steps)]
-    stopped, state = read_taken(run.directory, "stop"), read_state(run.directory)
+    stopped, state = read_taken_request(run.directory, "stop"), read_state(run.directory)
     assert taken and stopped and run.checkpoints.steps() == [taken.step, stopped.step]
     assert state and state.state is JobState.STOPPING
     assert state.step == stopped.step == looks[-1]

@@ -47,7 +47,7 @@ def test_slow_rank_is_found_while_others_wait(prepare):
     start = None
     while (slowest := ranks.slowest) is None or not slowest.is_sure:
         assert not attempt.is_over() and time.monotonic() - attempt.started < 240, attempt.log()
-        if ranks.look() and start is None:
+        if ranks.read_heartbeats() and start is None:
             start = time.monotonic()
         time.sleep(0.02)
     attempt.kill()
@@ -60,7 +60,7 @@ def gathered(here: int) -> None:
     """Fault injector that lowers the limit for many ranks to 1, so that rank 0 gathers the
     heartbeats of both ranks.
     """
-    heartbeat.MANY, heartbeat.GATHER_EVERY_S = 1, 0.0
+    heartbeat.MAX_RANKS_WITH_FILES, heartbeat.GATHER_EVERY_S = 1, 0.0
 
 
 def test_rank_0_gathers_heartbeats_of_many_ranks(prepare):

@@ -17,7 +17,7 @@ import pytest
 
 import kit
 from cluster.process import Process
-from cluster.state import JobState, ask, last_attempt, read_state, read_taken
+from cluster.state import JobState, last_attempt, read_state, read_taken_request, write_request
 from kit.config.plan import Plan
 from kit.run import Run
 from kit.run.alerts import AlertLog
@@ -159,7 +159,7 @@ def test_monitoring_faults_end_no_attempt(launch, disk, request):
         before, hits = last_step(run), disk.num_hits
         disk.begin(run.directory, fault, *([] if number else REPORT))
         if fault[3].startswith("control"):
-            ask(run.directory, "checkpoint")
+            write_request(run.directory, "checkpoint")
         until(run, lambda hits=hits: disk.num_hits > hits, f"a call with {fault_name(fault)}")
         time.sleep(FAULT_S if fault[1] else fault[2] / 1000)
         disk.end()
@@ -201,13 +201,13 @@ def test_requests_wait_for_a_failing_disk(launch, disk):
     run = launch(num_steps=10**6, checkpoint_every=None)
     until_step(run, 5)
     disk.begin(run.directory, ("rename", errno.EIO, 0, "control/taken_*"))
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     time.sleep(2)
-    assert read_taken(run.directory, "checkpoint") is None
+    assert read_taken_request(run.directory, "checkpoint") is None
     disk.end()
 
     def is_saved() -> bool:
-        taken = read_taken(run.directory, "checkpoint")
+        taken = read_taken_request(run.directory, "checkpoint")
         return taken is not None and run.checkpoints.steps() == [taken.step]
 
     until(run, is_saved, "a checkpoint at the step that the record names", 30)

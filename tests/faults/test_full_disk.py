@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 import kit
-from cluster.state import JobError, JobState, last_attempt, read_exit, read_history, read_taken
+from cluster.state import (
+    JobError,
+    JobState,
+    last_attempt,
+    read_exit,
+    read_history,
+    read_taken_request,
+)
 from kit.errors import RunError
 from kit.run import Run
 from kit.trainer import background, heartbeat, loop
@@ -86,11 +93,14 @@ def test_temporarily_full_disk_loses_no_step(prepare_small, with_checkpoints):
     finished(run, 1, full_between(run, 12, free_at_18))
     assert_each_step_is_told_once(run)
     assert_same(run, with_checkpoints)
-    taken = read_taken(run.directory, "checkpoint")
+    taken = read_taken_request(run.directory, "checkpoint")
     assert taken is not None and taken.step is not None
     assert 18 <= taken.step <= 30, "a request waits for room"
     assert run.checkpoints.steps() == sorted({10, 20, 30, taken.step})[-3:]
-    lost, note = 30 - len(run.metrics()["step"]), "rows wait in memory; bit for bit as if unbroken"
+    lost, note = (
+        30 - len(run.metrics()["step"]),
+        "rows wait in memory; the run ends bit for bit equal to an uninterrupted run",
+    )
     cost("disk full under the run for 6 steps: steps lost", lost, at_most=0, note=note)
 
 

@@ -76,7 +76,7 @@ def sabotage(rank: int) -> None:
 
     before_each_launch(launch)
     passes = NativeEngine, "_forward_backward"
-    slowed(Batches, "at", "slow data loader", lambda: time.sleep(4 * stall_s))
+    slowed(Batches, "local_batch", "slow data loader", lambda: time.sleep(4 * stall_s))
     slowed(NativeEngine, "_update", "slow optimizer", lambda: burn(rank, stall_s))
     slowed(*passes, "slow product on all ranks", lambda: burn(rank, stall_s))
     if rank == 1:

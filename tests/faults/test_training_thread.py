@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.state import ask, read_state, read_taken
+from cluster.state import read_state, read_taken_request, write_request
 from kit.run import Run
 from kit.trainer import heartbeat
 from kit.trainer.loop import Trainer
@@ -81,10 +81,10 @@ def test_training_thread_touches_no_monitoring_file(prepare, tmp_path):
     attempt = Attempt(run, 1, recorded(run, tmp_path))
     attempt.until_step(15)
     for request in ("checkpoint", "stop"):
-        ask(run.directory, request)
+        write_request(run.directory, request)
 
         def is_taken(request=request) -> bool:
-            taken = read_taken(run.directory, request)
+            taken = read_taken_request(run.directory, request)
             return taken is not None and taken.step is not None
 
         assert eventually(is_taken, 60) or attempt.is_over()

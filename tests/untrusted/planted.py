@@ -20,7 +20,7 @@ from typing import Any
 from cluster.heartbeats import read_rank_heartbeats, write_all_heartbeats
 from cluster.job import Job
 from cluster.record import ConfigError
-from cluster.state import JobError, ask, log_path, take_request
+from cluster.state import JobError, log_path, take_request, write_request
 from kit.cli.options import strict_json
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport, Metric
@@ -39,8 +39,8 @@ from tests.support.runs import seal
 
 OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
-"""Limits of one view: CPU seconds, wall seconds (for a view that waits), and bytes of additional
-memory.
+"""Limits of one view (function that reads a run): CPU seconds, wall seconds (for a view that
+waits), and bytes of additional memory.
 """
 RECORDS = """
 spec.json plan.json recipe.json site.json job.json state.json exit.json metrics.jsonl history.jsonl
@@ -65,9 +65,9 @@ def whole_run(directory: Path, **asked: Any) -> Run:
     about = {"name": run.name, "step": 40, "checkpoint": "x", "tokenizer_sha256": "x"}
     report = EvalReport(**about, scores=(score,), tokens_seen=9)
     report.write(run.directory / "eval" / "step_00000040.json")
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=40)
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     recorded_alerts(run)
     beats = [beat.line for beat in read_rank_heartbeats(run.directory, 1)]
     write_all_heartbeats(run.directory, beats)
@@ -248,7 +248,7 @@ def dashboard_of(run: Run) -> Dashboard:
     shown.frame(PlotRange(axis="tokens", log_x=True))
     shown.frame(PlotRange(axis="time", start=1.0, end=1e12))
     json.dumps([shown.facts(), shown.alerts()])
-    shown.heat(), shown.log()
+    shown.step_time_heat_map(), shown.log()
     return shown
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from cluster.job import LOG_BYTES, Job
-from cluster.logs import keep_last_lines, last_words, log_tail
+from cluster.logs import end_reason, keep_last_lines, log_tail
 from cluster.state import log_path, read_history
 from kit.data import Corpus, load_tokenizer
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
@@ -239,7 +239,7 @@ def test_time_to_find_last_log_lines_is_bounded(tmp_path: Path) -> None:
     node.parent.mkdir(parents=True)
     for unit in ("attempt 1 of x in job ", "srun: ", "error ", "kit: ", "attempt 1 of "):
         text = unit * (200_000 // len(unit))
-        bounded(lambda text=text: last_words(text))
+        bounded(lambda text=text: end_reason(text))
         node.write_text(f"0: {text}")
         bounded(lambda: keep_last_lines(tmp_path, 1, 0, 0, 1, tmp_path / "none"))
 

@@ -222,11 +222,20 @@ def test_code_in_hugging_face_folder_is_not_run(tmp_path: Path, canary: Path) ->
         import_hugging_face(tmp_path / "model.safetensors").decoder()
 
 
-def test_oversized_model_configuration_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "error"),
+    [
+        (10**9, "config.num_hidden_layers: 1,000,000,000 is not allowed"),
+        (10**5, "parameters, but the weight files have"),
+    ],
+)
+def test_oversized_model_configuration_is_refused(
+    num_layers: int, error: str, tmp_path: Path
+) -> None:
     folder = export_hugging_face(build_decoder(SPEC), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
-    with pytest.raises(DataError, match="parameters, but the weight files have"):
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
+    with pytest.raises((ConfigError, DataError), match=error):
         import_hugging_face(folder).decoder()
 
 

@@ -52,7 +52,7 @@ def run(tmp_path: Path, spec, tiny_dataset, monkeypatch) -> Path:
 
 
 def test_reader_cannot_block_owner(run: Path, monkeypatch) -> None:
-    """Another user, who can only read the run, locks all files that this user can open."""
+    """Another user, who can only read the run, locks every file of the run that he may open."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     stranger = context.Process(target=lock_all, args=(run, there))

@@ -41,6 +41,7 @@ status RUN
 status RUN --json
 status RUN --why
 watch RUN
+watch RUN --html OUT/page.html
 logs RUN
 logs RUN --rank 9
 runs FOLDER

@@ -61,8 +61,8 @@ live checkpoint RUN
 live watch RUN
 live logs RUN --follow
 """
-"""Commands that do more while the job of a run is running. These commands are tested on runs of the
-viewer.
+"""Commands with additional effects while the job of a run is running. They are tested on runs that
+belong to the user who calls the command.
 """
 OF_A_MODEL = """
 look generate MODEL a --tokens 1
@@ -125,12 +125,12 @@ def plant(case: Case, shared: Path, mine: Path) -> None:
     """Replaces the file or folder that a case names by the case's kind of file."""
     path = shared / case.path
     aside = path.with_name(f"{path.name}.aside")
+    path.parent.mkdir(parents=True, exist_ok=True)
     if case.kind == "unreadable":
         if not path.exists():
             path.touch()
         path.chmod(0)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.rename(aside)
     KINDS[case.kind](path, mine)
@@ -142,8 +142,8 @@ def plant(case: Case, shared: Path, mine: Path) -> None:
 
 
 def rows_of(case: Case) -> list[str]:
-    """Returns the commands that may read the path of a case, one per row. The first word of a row
-    is the expected outcome.
+    """Returns the commands that may read the path that a case replaces. Each row is a word for the
+    expected outcome, followed by a command.
     """
     if case.path.startswith("model"):
         return [*OF_A_MODEL.strip().splitlines()]
@@ -225,7 +225,9 @@ class Commands:
             said, more = in_a_child(work, VIEWER, limit_s=2 * WALL_S)
         except TimeoutError:
             return [f"{case}: {row}: it does not end, even by Ctrl-C"]
-        found = wrong_words(said, follows(row))
+        # A path of the command itself that is not readable is a usage error.
+        is_usage_error = case.kind == "unreadable" and case.path in ("run", "model", "data")
+        found = wrong_words(said, follows(row), is_usage_error)
         found += [f"{more >> 20} MB"] if more > MORE_BYTES else []
         changed = {name for name, _ in before[1].items() ^ tree(self.shared).items()}
         if case.is_own:
@@ -243,12 +245,16 @@ def follows(row: str) -> bool:
     return row.startswith("live") or "--follow" in row or "watch RUN" in row
 
 
-def wrong_words(said: hostile.Said, is_ended: bool) -> list[str]:
+def wrong_words(said: hostile.Said, is_ended: bool, is_usage_error: bool = False) -> list[str]:
     """Returns descriptions of faults in a command's exit code and output. `is_ended` says whether
-    Ctrl-C may have ended the command.
+    Ctrl-C may have ended the command. `is_usage_error` says whether the command may refuse its own
+    path as not readable, with exit code 2.
     """
     found = []
-    if said.code not in ((0, 1, 130) if is_ended else (0, 1)):
+    codes = (0, 1, 130) if is_ended else (0, 1)
+    if is_usage_error and "is not readable" in said.text:
+        codes = (*codes, 2)
+    if said.code not in codes:
         found.append(f"exit code {said.code}")
     if "Traceback" in said.text:
         found.append("a traceback")

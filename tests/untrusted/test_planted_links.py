@@ -11,7 +11,7 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from cluster.attempts import claim_attempt, claimed
-from cluster.state import JobError, ask
+from cluster.state import JobError, write_request
 from kit.evaluate.harness import write_samples
 from kit.papers import FIGURES
 from kit.show.style import new_figure, save_figure
@@ -102,14 +102,14 @@ def test_linked_folder_of_another_user_is_refused(name: str, runs: Path, tmp_pat
     folder.symlink_to(target)
     os.chown(folder, hostile.STRANGER, hostile.STRANGER, follow_symlinks=False)
     before = hostile.tree(target)
-    for write in (lambda: ask(run, "stop"), lambda: claim_attempt(run)):
+    for write in (lambda: write_request(run, "stop"), lambda: claim_attempt(run)):
         with pytest.raises(JobError, match=f"{name}: it is a link that nobody made"):
             write()
     with pytest.raises(JobError), claimed(run, {"job.json": "{}"}):
         pass
     assert hostile.tree(target) == before
     os.chown(folder, 0, 0, follow_symlinks=False)
-    ask(run, "stop")
+    write_request(run, "stop")
     assert claim_attempt(run) > 1, "the owner's links are followed"
 
 

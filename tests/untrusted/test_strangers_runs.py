@@ -25,7 +25,7 @@ from cluster import poll, submission
 from cluster.job import Job
 from cluster.login.mirror import Mirror
 from cluster.scheduler import Slurm
-from cluster.site import Fact, Site, There
+from cluster.site import Fact, RemotePaths, Site
 from cluster.state import JobError, JobState, SchedulerJob, update_state
 from kit import launcher
 from kit.cli.app import app
@@ -63,6 +63,8 @@ look   status RUN
 look   status RUN --json
 look   status RUN --why
 look   watch RUN
+look   watch RUN --html OUT/page.html
+refuse watch RUN --html RUN/page.html
 look   runs FOLDER --json
 look   runs FOLDER --compare NAME --out OUT/compare.png
 refuse runs RUN --compare .
@@ -77,6 +79,8 @@ look   plan RUN --rehearse --site frontier --set plan.data_parallel=8
 look   calibrate RUN
 look   generate RUN a --tokens 1
 look   export RUN --format hf --out OUT/hf
+look   average RUN --last 2 --out OUT/average
+refuse average RUN --last 2
 score  {SCORE}
 score  {SCORE} --follow
 refuse {SCORE} --follow --submit
@@ -109,7 +113,7 @@ steps.
 """
 
 
-def test_every_command_is_in_the_table() -> None:
+def test_table_of_commands_is_complete() -> None:
     """Add a new command to COMMANDS if it takes a run as argument, and otherwise to
     NEVER_OF_A_RUN.
     """
@@ -127,6 +131,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Pa
     """A finished run with a checkpoint. Its model is so small that scoring takes only a moment."""
     directory = tmp_path_factory.mktemp("template") / "run"
     run = finished_run(directory, spec.replace(num_layers=1), str(tiny_dataset.directory))
+    save_checkpoint(run, 20)
     save_checkpoint(run)
     return run.directory
 
@@ -275,7 +280,8 @@ def test_commands_only_read_a_finished_run(looks) -> None:
 
 
 def test_commands_spare_a_named_process_of_the_viewer(looks, run: Path, sleep) -> None:
-    """The state.json of the run names a process of the viewer as the process of the run's job."""
+    """The run's state.json names a process as the process of the job, but the process belongs to
+    the user who views the run."""
     running(run, process=hostile.process_of(sleep.pid))
     assert_no_command_at_fault(looks(), live=True)
     assert sleep.poll() is None
@@ -308,7 +314,7 @@ def test_commands_contact_no_login_node_of_the_run(looks, run, tmp_path, mirrore
     """With `mirrored`, the run is another user's copy of a local mirror that the viewer has made of
     a remote run.
     """
-    there = There(python=str(tmp_path / "evil"), folder="/there", source="/there/kit")
+    there = RemotePaths(python=str(tmp_path / "evil"), folder="/there", source="/there/kit")
     base = Site.load("generic-gpu-slurm").replace(slurm=Slurm(account="a", partition="p"))
     base.replace(login="far", there=there).write(run / "site.json")
     if mirrored:
@@ -323,6 +329,7 @@ LINKS = ("alerts.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".logi
 FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval")
 
 
+@pytest.mark.slow
 def test_commands_change_no_linked_file_of_the_viewer(looks, run: Path, tmp_path: Path) -> None:
     """The job of the run is stalled, so that every view would write an alert if it could."""
     mine = tmp_path / "mine"
@@ -419,7 +426,7 @@ def test_dashboard_buttons_refuse_and_name_the_owner(
 ) -> None:
     running(run, process=hostile.process_of(sleep.pid))
     owner, before, shown = give_away(run), tree(run), Dashboard(Run.open(run))
-    shown.look()
+    shown.update_status()
     for name in ACTION_NAMES:
         shown.start_action(name)
     deadline, report = time.monotonic() + 10, {}
@@ -538,10 +545,11 @@ def test_nothing_is_appended_to_a_linked_file(run, tmp_path, calls, link) -> Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="permissions do not bind only one user")
 @pytest.mark.parametrize(
-    ("folder", "named"),
-    [("checkpoints/step_00000040", "checkpoints/step_00000040"), ("checkpoints", "checkpoints")],
+    ("folder", "counted"), [("checkpoints/step_00000040", [20]), ("checkpoints", [])]
 )
-def test_status_names_folder_that_may_not_be_entered(run: Path, folder: str, named: str) -> None:
+def test_status_names_folder_that_may_not_be_entered(
+    run: Path, folder: str, counted: list[int]
+) -> None:
     for parent in (run, *list(run.parents)[:-1]):
         parent.chmod(parent.stat().st_mode | 0o055)
     (run / folder).chmod(0)
@@ -553,7 +561,7 @@ def test_status_names_folder_that_may_not_be_entered(run: Path, folder: str, nam
 
     text, as_json, steps, note = hostile.in_a_child(look, hostile.STRANGER)
     (run / folder).chmod(0o755)
-    assert (text.code, as_json.code, steps) == (0, 0, []), text.text
-    assert f"you may not enter {named}" in note
-    assert f"you may not enter {named}" in text.text
-    assert json.loads(as_json.text)["unreadable"] == [named]
+    assert (text.code, as_json.code, steps) == (0, 0, counted), text.text
+    assert f"you may not enter {folder}" in note
+    assert f"you may not enter {folder}" in text.text
+    assert json.loads(as_json.text)["unreadable"] == [folder]

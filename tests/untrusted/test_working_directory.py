@@ -21,9 +21,11 @@ import typer.main
 from cluster.interpreter import module_command, source_command
 from kit.cli.app import app
 from kit.interop.weights.hugging_face import export_run
+from kit.model import build_decoder
 from kit.run import Run
 from tests.support.foreign_logs import ARGUMENTS, head, line
 from tests.support.hostile import finished_run, leaves, save_checkpoint, write_task
+from tests.support.nxd_files import write_nxd
 from tests.support.sources import ROOT, nodes
 
 pytestmark = [
@@ -39,7 +41,8 @@ PIECES = "import kit.data.corpus; kit.data.corpus.PIECE_BYTES = 1000; "
 each piece of text is short.
 """
 SAMPLE = 3
-"""Number of randomly chosen rows that run without --thorough. The commands in ALWAYS run too."""
+"""Number of randomly chosen commands that run without --thorough. The commands in ALWAYS run too.
+"""
 
 
 class Row(NamedTuple):
@@ -76,6 +79,7 @@ COMMANDS = [
     Row("status RUN"),
     Row("status RUN --why"),
     Row("watch RUN"),
+    Row("watch RUN --html OUT/page.html"),
     Row("logs RUN"),
     Row("runs FOLDER"),
     Row("runs FOLDER --compare run"),
@@ -93,6 +97,7 @@ COMMANDS = [
     Row("export RUN --format csv --out OUT/steps.csv"),
     Row("export RUN --format parquet --out OUT/steps.parquet"),
     Row("export RUN --format hf --out OUT/hf"),
+    Row("average RUN --last 2 --out OUT/average"),
     Row("export RUN --format tensorboard"),
     Row("export RUN --format wandb"),
     Row("import LOG --out OUT/imported --site lumi --format megatron"),
@@ -129,7 +134,7 @@ HOW: dict[str, Callable[..., tuple[str, ...]]] = {
 }
 
 
-def test_every_command_is_in_the_table() -> None:
+def test_table_of_commands_is_complete() -> None:
     names = dict(leaves(typer.main.get_command(app))).keys()
     rows = {
         " ".join(row.words.split()[: 2 if row.words.split()[0] in ("data", "site") else 1])
@@ -138,7 +143,7 @@ def test_every_command_is_in_the_table() -> None:
     assert rows == names
 
 
-def test_every_startable_module_is_in_the_table() -> None:
+def test_table_of_modules_is_complete() -> None:
     found = set()
     for file in nodes():
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -234,6 +239,7 @@ def needed(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> dict
     run = finished_run(
         folder / "runs" / "run", spec.replace(num_layers=1), str(tiny_dataset.directory)
     )
+    save_checkpoint(run, 20)
     save_checkpoint(run)
     export_run(run, None, folder / "model")
     text = tiny_dataset.directory.parent / "text.jsonl"
@@ -244,7 +250,7 @@ def needed(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> dict
     steps = line(1, 346.65) + line(2, 346.65)
     log = head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2) + steps
     (folder / "train.log").write_text(log)
-    (folder / "nxd").mkdir()
+    write_nxd(build_decoder(run.spec), folder / "nxd", tensor=2, pipeline=1)
     return {
         "RUNS": folder / "runs",
         "MODEL": folder / "model",
