@@ -1,4 +1,4 @@
-# make demo | quick | test | lab | gallery | validate | bench | bench-gpu | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
+# make demo | quick | test | lab | gallery | docs | validate | fits | bench | bench-gpu | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
 # The first that runs: a name on the PATH may be a shim without an interpreter behind it, `python3` may be of any version.
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server rsync slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo quick test system check lab gallery validate bench bench-gpu faults test-nxd nxd-source test-torch clean
+.PHONY: demo quick test system check lab gallery docs validate fits bench bench-gpu faults test-nxd nxd-source test-torch clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -40,8 +40,15 @@ lab: .venv/notebooks-installed  ## the notebooks in a browser
 gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures in notebooks/gallery
 	$(BIN)/python -m tests.gallery
 
+docs: .venv/docs-installed  ## the pages of docs/ as a website in build/docs; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/docs/index.html"
+
 validate: .venv/notebooks-installed  ## how far the planner is from what others measured: the whole table, kept in results/
 	$(BIN)/python -m tests.bench.exams
+
+fits: .venv/dev-installed  ## fit the planner to the packaged runs again, after a change of runs, sites or equations
+	$(BIN)/python -c 'from kit.estimate.fit import store; store.write()'
 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of docs/benchmarks.md
 	$(BIN)/python -m tests.bench
@@ -92,6 +99,7 @@ $(BIN)/python:
 
 .venv/notebooks-installed: EXTRAS := notebooks
 .venv/dev-installed: EXTRAS := notebooks,dev
-.venv/notebooks-installed .venv/dev-installed: pyproject.toml constraints.txt | $(BIN)/python
+.venv/docs-installed: EXTRAS := notebooks,docs
+.venv/notebooks-installed .venv/dev-installed .venv/docs-installed: pyproject.toml constraints.txt | $(BIN)/python
 	sh requirements/install.sh $(EXTRAS)
 	touch .venv/notebooks-installed $@

@@ -27,7 +27,7 @@ install_by_uv() {
     ${UV:-$bin/uv} pip install --quiet --python $bin/python --index-strategy unsafe-best-match -c .venv/constraints.txt "$@"
 }
 
-install_by_pip uv
+install_by_pip uv || echo "uv cannot be installed, so pip installs everything"
 echo "uv pip install -e '.[$extras]' into .venv"
 # shellcheck disable=SC2046  # Options and their values are words of their own.
 install_by_uv $(places) -e ".[$extras]" || install_by_pip -e ".[$extras]"
