@@ -10,6 +10,7 @@ import base64
 import io
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rich.markup import escape
 from cluster.record import ConfigError
 from kit.demo import REPOSITORY, NotebookError, execute
 from kit.papers import FRONTIER, HLAT, save_all
-from kit.papers.claims import Paper, page
+from kit.papers.claims import Paper, claims_page
 from kit.show.theme import DARK, PIXELS_PER_INCH, WIDTH
 
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -48,6 +49,8 @@ live view."""
 LIVE = "application/vnd.jupyter.widget-view+json"
 INVITATION = "[Read it here with all pictures](gallery/{name}.md), without running anything."
 """Sentence in the first cell of each notebook, with a link to the notebook's gallery page."""
+FOLD = "<details>\n<summary>Checks</summary>"
+"""Beginning of a part of a gallery page that the reader can open."""
 MADE = "Made by `make gallery` from [the notebook](../{name}.ipynb), which runs on two CPU cores."
 
 
@@ -61,6 +64,7 @@ def write_page(name: str, executed: Path) -> None:
     for old in GALLERY.glob(f"{name}--*"):
         old.unlink()
     document = nbformat.read(executed, as_version=4)
+    document.cells = list(_with_folds(document.cells))
     for cell in document.cells:
         if cell.cell_type == "markdown":
             cell.source = as_on_the_page(name, cell.source)
@@ -85,6 +89,19 @@ def write_page(name: str, executed: Path) -> None:
     text = re.sub(r"!\[png\]\((\w+?--([\w-]+)\.png)\)", _with_words, text)
     lines = (line.rstrip() for line in text.strip().splitlines())
     (GALLERY / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _with_folds(cells: Iterable[NotebookNode]) -> Iterator[NotebookNode]:
+    """Yields the cells of a notebook. Cells that JupyterLab shows folded are surrounded by the HTML
+    of a part of the page that the reader can open.
+    """
+    for cell in cells:
+        if cell.metadata.get("jupyter", {}).get("source_hidden"):
+            yield nbformat.v4.new_markdown_cell(FOLD)
+            yield cell
+            yield nbformat.v4.new_markdown_cell("</details>")
+        else:
+            yield cell
 
 
 def as_on_the_page(name: str, text: str) -> str:
@@ -177,7 +194,7 @@ def keep(name: str, executed: Path) -> None:
     for drawn in (file for figure in figures for file in GALLERY.glob(f"{figure}.png")):
         # The gallery shows the SVG of this figure, which has all detail, so the PNG is removed.
         drawn.unlink()
-    (GALLERY / f"claims_{paper}.md").write_text(page(paper, runs), encoding="utf-8")
+    (GALLERY / f"claims_{paper}.md").write_text(claims_page(paper, runs), encoding="utf-8")
 
 
 def _clean(output: NotebookNode, stem: str, source: str = "") -> None:

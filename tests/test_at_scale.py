@@ -11,7 +11,7 @@ import pytest
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.errors import ConfigError
-from kit.notebook import DEMO, Given, at_scale
+from kit.notebook import DEMO, NotebookSettings, at_scale
 
 EVERY: dict[str, Any] = {"warmup_steps": 24, "validation_every": 32, "checkpoint_every": 48}
 OWN = Recipe(data="demo", num_steps=96, learning_rate=3e-3, **EVERY)
@@ -32,7 +32,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dataset, spec):
     own = {"site": "my-site.toml", "recipe": "recipe.json", "data": str(tiny_dataset.directory)}
     own |= {"model": "spec.json", "plan": "plan.json"}
 
-    def get(**changes: str | None) -> Given:
+    def get(**changes: str | None) -> NotebookSettings:
         return at_scale("cluster", **(own | changes))  # type: ignore
 
     return get
@@ -61,7 +61,7 @@ def test_published_recipe_sets_model_and_layout(given) -> None:
     got = given(recipe="frontier-22b", model=None, plan=None)
     assert got.spec.name == "gpt-22b" and got.plan.engine == "deepspeed"
     recipe = got.recipe(OWN)
-    assert recipe.learning_rate == got.stated["learning_rate"] and recipe.num_steps == 96
+    assert recipe.learning_rate == got.recipe_fields["learning_rate"] and recipe.num_steps == 96
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kit
-from cluster.state import JobState, ask, read_exit, read_taken, take_request
+from cluster.state import JobState, read_exit, read_taken_request, take_request, write_request
 from kit.cli.app import app
 from kit.config.spec import PRESETS
 from kit.data import Dataset, build_dataset
@@ -65,6 +65,7 @@ NAMES = {
 imported."""
 
 COMMANDS = {
+    "average": "--last --out",
     "bench": "--apply",
     "calibrate": "",
     "checkpoint": "",
@@ -96,8 +97,8 @@ TYPED = {
         " frontier-search frontier-sensitivity frontier-recipes frontier-throughput"
         " frontier-weak-scaling frontier-strong-scaling frontier-cost hlat-models"
         " hlat-sequence-length hlat-hyperparameters hlat-learning-rate hlat-data-mix hlat-cost"
-        " hlat-throughput hlat-quality hlat-averaging hlat-truthfulness hlat-scores-7b"
-        " hlat-scores-70b hlat-loss hlat-precision"
+        " hlat-throughput hlat-quality hlat-averaging hlat-averaged-weights"
+        " hlat-truthfulness hlat-scores-7b hlat-scores-70b hlat-loss hlat-precision"
     ),
     "models": "demo gpt-1.4b gpt-22b gpt-175b gpt-1t hlat-7b hlat-70b llama3-8b gpt2-xl",
     "recipes": "frontier-22b frontier-175b frontier-1t hlat-7b hlat-70b",
@@ -189,8 +190,8 @@ def run(sample: Path) -> kit.Run:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sample after the present version has resumed its run, scored the run, and built
-    the dataset again.
+    """A copy of the sample run after the current version of the kit has resumed and scored it and
+    has built its dataset again.
     """
     folder = moved(tmp_path_factory.mktemp("fresh") / "went on")
     shutil.rmtree(folder / "run" / "eval")
@@ -200,7 +201,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = kit.Run.open(folder / "run")
     assert run.job.wait(timeout_s=120).state is JobState.DONE, run.job.logs()
     evaluate(run, tasks=("heldout",), limit=4)
-    ask(run.directory, "checkpoint")
+    write_request(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=46)
     shutil.rmtree(folder / "data")
     asked = {"tokenizer": SAMPLE / "data" / "tokenizer.json", "validation_fraction": 0.12}
@@ -309,7 +310,7 @@ def test_older_run_opens_with_its_configuration(run: kit.Run) -> None:
     assert [event.attempt for event in run.job.history] == [1] * 5 + [2] * 5
     assert "resumed from step 23" in run.job.logs()
     assert "stopped by request after step 23" in run.job.logs(attempt=1)
-    taken = read_taken(run.directory, "checkpoint")
+    taken = read_taken_request(run.directory, "checkpoint")
     assert taken and taken.step == 24
 
 
@@ -346,6 +347,7 @@ def test_commands_read_an_older_run(words: str, sample: Path) -> None:
     assert shown(name, sample if name == "runs" else sample / "run", *options)
 
 
+@pytest.mark.slow
 def test_older_checkpoint_keeps_its_weights(run: kit.Run, tmp_path: Path) -> None:
     """Weights loaded from the checkpoint equal the weights loaded from its export."""
     assert run.checkpoints.steps() == [40]
@@ -372,6 +374,7 @@ def test_older_run_resumes_with_the_same_losses(fresh: Path) -> None:
     assert (alert["attempt"], alert["step"]) == (3, 42)
 
 
+@pytest.mark.slow
 def test_older_run_scores_are_unchanged(run: kit.Run) -> None:
     kept = EvalReport.read(run.directory / "eval" / "step_00000040.json")
     assert (kept.step, kept.attempt) == (40, 2)

@@ -111,11 +111,11 @@ def test_gallery_page_matches_its_notebook(notebook: Path) -> None:
 def test_gallery_is_small_and_linked_from_readme() -> None:
     assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 6e6
     readme = (gallery.REPOSITORY / "README.md").read_text()
-    pages = [
-        *gallery.NOTEBOOKS.glob("*.ipynb"),
-        *(Path(f"claims_{paper}") for paper, *_ in gallery.PAPERS.values()),
-    ]
-    assert all(f"(notebooks/gallery/{page.stem}.md)" in readme for page in pages)
+    index = (gallery.GALLERY / "README.md").read_text()
+    assert "(notebooks/gallery/README.md)" in readme
+    assert all(f"({page.stem}.md)" in index for page in gallery.NOTEBOOKS.glob("*.ipynb"))
+    for paper, *_ in gallery.PAPERS.values():
+        assert f"(notebooks/gallery/claims_{paper}.md)" in readme
 
 
 def test_gallery_saves_every_figure_of_a_paper(
@@ -125,7 +125,7 @@ def test_gallery_saves_every_figure_of_a_paper(
     quick = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-averaging")}
     monkeypatch.setattr(gallery, "PAPERS", {"paper": ("hlat", quick, "study")})
     monkeypatch.setattr(gallery, "write_page", lambda name, executed: None)
-    monkeypatch.setattr(gallery, "page", lambda paper, runs: f"claims of {paper}")
+    monkeypatch.setattr(gallery, "claims_page", lambda paper, runs: f"claims of {paper}")
     folder.mkdir()
     (folder / "hlat-averaging.svg").write_text("of a time when tables were pictures")
     gallery.keep("paper", tmp_path / "unused.ipynb")
@@ -186,6 +186,17 @@ def test_shown_code_is_fenced_without_machine_paths() -> None:
     assert shown.data == {
         "text/markdown": "```bash\ncd /path/of/kit && exec /path/of/environment/bin/python\n```"
     }
+
+
+def test_page_folds_cells_that_jupyterlab_folds(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir()
+    check = nbformat.v4.new_code_cell("assert 1", metadata={"jupyter": {"source_hidden": True}})
+    cells = [nbformat.v4.new_markdown_cell("# A"), nbformat.v4.new_code_cell("2"), check]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
+    gallery.write_page("a", tmp_path / "a.ipynb")
+    shown, folded = (folder / "a.md").read_text().split("<details>\n<summary>Checks</summary>\n")
+    assert "```\n2\n```" in shown
+    assert "\n```\nassert 1\n```\n" in folded and folded.endswith("\n</details>\n")
 
 
 def test_page_formulae_keep_their_backslashes() -> None:

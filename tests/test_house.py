@@ -103,7 +103,7 @@ def test_ranks_import_only_training_layers():
     """Ranks do not import the planner, the dashboard or converters, because thousands of ranks read
     the imported files from one file system.
 
-    Code that builds data, measures or launches is allowed, because `kit` and `kit.data` import it.
+    Code that builds data is allowed, because `kit.data` imports it.
     """
     command = [sys.executable, "-c", "import sys, kit.train; print(*sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -115,8 +115,7 @@ def test_ranks_import_only_training_layers():
 RANK_LAYERS = {
     f"kit.{layer}"
     for layer in (
-        "config data engines engines.capabilities errors launcher measure parallel run"
-        " torch_private train trainer"
+        "config data engines engines.capabilities errors parallel run torch_private train trainer"
     ).split()
 }
 """Layers of the kit that a rank imports with `import kit.train`."""
@@ -266,7 +265,7 @@ def test_run_mirrors_are_used_by_few_modules():
     """
     importers = {module for module, names in imports().items() if "cluster.login.mirror" in names}
     assert {name for name in importers if name.startswith("kit.")} == KNOW_MIRRORS
-    found = [*uses("mirror_of"), *uses("refresh")]
+    found = [*uses("mirror_of"), *uses("update_mirror")]
     assert len([file for file in found if file.startswith("kit/")]) <= 5
 
 

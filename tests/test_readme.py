@@ -14,6 +14,7 @@ import pytest
 from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
+from kit.estimate.choose.nearest import measured_mfu
 from kit.estimate.fit import published
 from kit.estimate.fit.calibrate import calibrate, published_calibration
 from kit.estimate.theory.layouts import Layouts
@@ -24,16 +25,29 @@ README = Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text()
 COMMANDS = re.findall(r"^\| [^|`]+ \| `(kit [^`]+)` \|", TEXT, re.M)
 SAID = re.compile(
-    r"^```python\n(.*?)^```|^\$ (kit (?:[^\n]*\\\n)*[^\n]+)$|`(kit [^`\n]+)`", re.M | re.S
+    r"^```python\n(.*?)^```|^\$ (kit (?:[^\n]*\\\n)*[^\n]+)$|`(kit (?:-|\w+ )[^`\n]+)`",
+    re.M | re.S,
 )
 """Matches the text that a user may type: Python code, a command line after `$`, or a command within
-a sentence. A command may continue over several lines."""
+a sentence. A command may continue over several lines. The name of a command alone, such as
+`kit plan`, does not match."""
 ON_A_CLUSTER = ("mine.toml", "runs/web")
 """Words in commands that need Slurm. These commands are tested in `tests/cluster`."""
 
 
 def test_readme_plan_equals_the_commands_output():
     assert plan_example(README) in TEXT, "refresh it: `python -m tests.bench.headlines`"
+
+
+def test_readme_plan_is_not_faster_than_published_runs() -> None:
+    """The MFU of the first plan is at most the highest published MFU on its device."""
+    command = re.search(r"^\$ (kit plan (?:.*\\\n)*.*)$", TEXT, re.M)
+    assert command
+    words = shlex.split(command[1].replace("\\\n", " "))
+    site = Site.load(words[words.index("--site") + 1])
+    mfu = re.search(r"MFU ([\d.]+)%", TEXT[command.end() :])
+    highest = measured_mfu(site.device.name, "bf16")
+    assert mfu and highest and float(mfu[1]) / 100 <= highest
 
 
 def test_readme_prediction_sentence_is_current():

@@ -48,9 +48,9 @@ def assert_done(run: Run) -> None:
 def forked(monkeypatch) -> None:
     """Makes `launch` and `resume` fork the ranks and wait until they have ended."""
 
-    def submit(prepared: kit.launcher.Prepared) -> Run:
+    def submit(prepared: kit.launcher.PreparedLaunch) -> Run:
         run = prepared.run
-        for name, text in run.asked().items():
+        for name, text in run.configuration_texts().items():
             (run.directory / name).write_text(text)
         state = read_state(run.directory)
         attempt = state.attempt + 1 if state else 1
@@ -128,6 +128,7 @@ def test_resume_on_another_layout_keeps_the_loss(layout, unbroken, forked, tmp_p
     assert all(torch.allclose(moved[name], stayed[name], atol=1e-4) for name in moved)
 
 
+@pytest.mark.slow
 def test_resume_across_shard_sizes_and_data_phases(spec, recipe, forked, tiny_dataset, tmp_path):
     """Optimizer states are sharded over all replicas, then over two replicas, then over all again.
     The data mix differs between the attempts.

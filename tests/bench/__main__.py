@@ -43,6 +43,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "train_speed": Benchmark("train_speed"),
     "engines": Benchmark("train_speed", "measure_engines"),
+    "optimizers": Benchmark("train_speed", "measure_optimizers"),
     "startup": Benchmark("startup", reads_dataset=True),
     "cold_start": Benchmark("startup", "measure_cold"),
     "waits": Benchmark("waits", reads_dataset=True),

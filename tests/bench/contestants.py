@@ -34,7 +34,7 @@ from kit.engines.build import build_engine
 from kit.engines.engine import adamw
 from kit.engines.process_group import keep_freed_memory
 from kit.interop.weights.hugging_face_config import config_of
-from kit.interop.weights.weights import to_theirs
+from kit.interop.weights.weights import to_hugging_face
 from kit.model import Decoder, empty_decoder, initial_weight
 
 NUM_BATCHES = 8
@@ -176,13 +176,13 @@ def initial_decoder(setup: Setup) -> Decoder:
     return decoder
 
 
-def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
+def kit(turns: Turns, setup: Setup, recipe: Recipe = RECIPE, **changes: Any) -> None:
     """Trains with an engine of the kit, as the only rank of a job. `changes` are fields of the plan
     that differ from `setup.plan`.
     """
     join_alone(setup.device)
     plan = setup.plan.replace(**changes)
-    engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
+    engine = build_engine(setup.spec, plan, recipe, torch.device(setup.device))
     # The kit's training loop calls `begin_step` too.
     step = engine.begin_step
     turns.run(lambda samples: step(samples, RECIPE.learning_rate), batches(setup))
@@ -309,7 +309,7 @@ def _their_weights(decoder: Decoder) -> dict[str, Tensor]:
     tensor.
     """
     named = ((name, weight.detach()) for name, weight in decoder.named_parameters())
-    return to_theirs(decoder.spec, named)
+    return to_hugging_face(decoder.spec, named)
 
 
 def torchtitan(turns: Turns, setup: Setup) -> None:
@@ -400,6 +400,7 @@ CONTESTANTS: dict[str, Callable[[Turns, Setup], None]] = {
     "kit": kit,
     # no other contestant offers selective recomputation
     "kit_selective": partial(kit, recompute="selective"),
+    "kit_muon": partial(kit, recipe=RECIPE.replace(optimizer="muon")),
     "plain": plain,
     "transformers": transformers,
     "deepspeed_zero0": partial(kit, **DEEPSPEED),

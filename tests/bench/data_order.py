@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from kit.config.recipe import DataPhase, DataSource, Recipe
-from kit.data import Dataset, located, training_samples
+from kit.data import Dataset, resolve_paths, training_samples
 from kit.data.samples import permuted
 from kit.data.token_file import HEADER, MAGIC, VERSION
 from kit.show.results import Row, row
@@ -87,7 +87,7 @@ def rank(dataset: str, folder: Path) -> tuple[float, float]:
         DataSource(paths=(f"{folder}/part_*",), weight=0.6),
     )
     phases = (DataPhase(until_tokens=1.4e12, weights=(0.7, 0.3)),)
-    recipe = located(Recipe(data=dataset, num_steps=1, sources=sources, phases=phases))
+    recipe = resolve_paths(Recipe(data=dataset, num_steps=1, sources=sources, phases=phases))
     start = time.perf_counter()
     samples = training_samples(recipe, SEQUENCE_LENGTH)
     samples.batch(0, SEQUENCES)

@@ -26,8 +26,10 @@ GROUPS = 2
 """Number of process groups: the world group, which also carries control messages, and the group of
 checkpoints."""
 c10d: Any = dist.distributed_c10d
-SEEN: dict[str, Any] = {}
-"""Measurements of this rank's process by name: its store, and counts before the join."""
+MEASURED: dict[str, Any] = {}
+"""Measurements of this rank's process by name. `store` is the store that counts reads.
+`descriptors` and `cpu` are measured before the rank joins. `reads_to_join` is the number of reads
+before the first call of `connect`."""
 
 
 class CountingStore(c10d.Store):
@@ -59,21 +61,21 @@ class CountingStore(c10d.Store):
 
 def join_lazily() -> None:
     """Joins the process group as a rank of the kit does. Records file descriptors and reads of the
-    store in SEEN.
+    store in MEASURED.
     """
     local_store = process_group.local_store
 
     def counted(*args: Any) -> dict[str, Any]:
         found = local_store(*args)
-        SEEN["store"] = CountingStore(found["store"])
-        return {**found, "store": SEEN["store"]}
+        MEASURED["store"] = CountingStore(found["store"])
+        return {**found, "store": MEASURED["store"]}
 
     def first(*args: Any) -> None:
-        SEEN.setdefault("reads_to_join", SEEN["store"].reads)
+        MEASURED.setdefault("reads_to_join", MEASURED["store"].reads)
         connect(*args)
 
     process_group.local_store, process_group.connect = counted, first
-    SEEN.update(descriptors=_descriptors(), cpu=time.process_time())
+    MEASURED.update(descriptors=_descriptors(), cpu=time.process_time())
     process_group.start_process_group()
 
 
@@ -85,10 +87,10 @@ def use(groups: int) -> dict[str, float]:
         dist.broadcast(torch.zeros(2), src=0, group=group)
         dist.barrier(group)
     return {
-        "descriptors": _descriptors() - SEEN["descriptors"],
-        "reads_to_join": SEEN["reads_to_join"],
-        "reads": SEEN["store"].reads,
-        "cpu_s": time.process_time() - SEEN["cpu"],
+        "descriptors": _descriptors() - MEASURED["descriptors"],
+        "reads_to_join": MEASURED["reads_to_join"],
+        "reads": MEASURED["store"].reads,
+        "cpu_s": time.process_time() - MEASURED["cpu"],
     }
 
 

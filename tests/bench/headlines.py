@@ -23,23 +23,23 @@ DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
 HEADLINES = {
     "evaluate": (
         "kit / HFLM, SmolLM2-135M, all",
-        "scoring SmolLM2-135M, items/s over those of lm-eval's own class",
+        "scoring SmolLM2-135M: items/s, divided by the items/s of lm-eval's Hugging Face class",
     ),
     "training_faults": (
-        "SIGKILL: steps lost beyond the last complete checkpoint",
-        "steps lost when ranks are killed, beyond the last complete checkpoint",
+        "SIGKILL: steps lost beyond the last checkpoint",
+        "steps lost after kills of ranks, although a complete checkpoint contained them",
     ),
     "validate": (
         "never met, 0 runs: coverage of the 90 % interval",
-        "step times inside the planner's 90 % interval, on machines that it had never met",
+        "step times inside the planner's 90 % interval, for machines without a run in the fit",
     ),
     "train_speed": (
         "kit / plain loop, 1 thread, llama-100m",
-        "training a Llama of 110M on one thread, tokens/s over those of a plain loop",
+        "training a Llama of 110M on one thread: tokens/s, divided by the tokens/s of a plain loop",
     ),
     "monitor": (
         "kernel CPU at 4 Hz, of one core",
-        "CPU of the live dashboard at four updates a second, of one core",
+        "CPU time of the live dashboard at four updates a second, as a share of one core",
     ),
 }
 """Maps the name of a results file to (name of a row in the file, title of the row on the first
@@ -89,10 +89,13 @@ def front(directory: Path = RESULTS) -> str | None:
     sentences = (
         (
             f"**Measured:** the planner's median error in step time is {_value(error)} on"
-            f" {error.note};"
+            f" {error.note}."
         ),
-        f"on a machine of which it has seen no run, its mean error is {_value(stranger)}.",
-        f"It searches every layout of a 1T model on 3,072 devices in {_value(search)} on one core.",
+        (
+            "Fitted without any run of a machine, it predicts that machine with a mean error of"
+            f" {_value(stranger)}."
+        ),
+        f"It compares all layouts of a 1T model on 3,072 devices in {_value(search)} on one core.",
         f"Training survived {kills.note}.",
     )
     return textwrap.fill(" ".join(sentences), width=128)

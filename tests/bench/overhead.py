@@ -159,7 +159,7 @@ def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[st
     # Another thread calls these two functions and competes with the steps for the interpreter.
     watch(heartbeat, "write_rank_heartbeat", BEAT)
     watch(heartbeat, "update_state", BEAT)
-    watch(trainer.batches, "at", "next batch")
+    watch(trainer.batches, "local_batch", "next batch")
     watch(trainer.metrics, "add", "metrics")
     watch(trainer.requests, "take", REQUESTS)
     watch(torch.distributed, "broadcast", "broadcast")

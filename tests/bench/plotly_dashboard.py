@@ -55,7 +55,7 @@ class PlotlyDashboard:
         rows = np.frombuffer(window, "<f4", offset=8 * n).reshape(-1, n)
         with self.widget.batch_update():
             for number, name in enumerate(SHOWN):
-                first = 3 * description["series"].index(name)
+                first = 3 * description["charts"].index(name)
                 for offset in range(3):
                     trace = self.widget.data[3 * number + offset]
                     trace.x, trace.y = x, rows[first + offset]

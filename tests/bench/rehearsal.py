@@ -11,7 +11,7 @@ import kit
 from cluster.sandbox import Sandbox, why_not
 from kit.config.spec import ModelSpec
 from kit.data import Dataset
-from kit.estimate.rehearsal import Rehearsal, rehearse
+from kit.estimate.rehearsal import RehearsalReport, rehearse
 from kit.run import Run
 from kit.show.results import Row, row
 from tests.bench.startup import at_step
@@ -22,8 +22,8 @@ PLAN = kit.Plan(
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns rows with the rehearsed and the observed value of each count that a job of eight
-    ranks can show.
+    """Returns rows with the value that the rehearsal predicts and the observed value, for each
+    requirement that a job of eight ranks can measure.
     """
     if missing := why_not():
         print(f"rehearsal: {missing}")
@@ -45,11 +45,11 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         return _compare(told, at_step(run, 60))
 
 
-def _compare(told: Rehearsal, run: Run) -> list[Row]:
-    counts: dict[str, Any] = {count.what: count.value for count in told.counts}
+def _compare(told: RehearsalReport, run: Run) -> list[Row]:
+    counts: dict[str, Any] = {count.what: count.value for count in told.requirements}
     newest = run.checkpoints.path(run.checkpoints.newest())
     written = sum(file.stat().st_size for file in newest.iterdir())
-    size = counts["kept"] * 1e12 / (run.recipe.keep_last + 1)
+    size = counts["size of the kept checkpoints"] * 1e12 / (run.recipe.keep_last + 1)
     files, listed = (
         "open files of rank 0",
         [len(os.listdir(f"/proc/{pid}/fd")) for pid in _ranks(run)],

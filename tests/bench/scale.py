@@ -92,7 +92,7 @@ def monitor(folder: Path, size: int) -> Work:
     write_heartbeats(folder, size)
 
     def look() -> None:
-        dashboard.look()
+        dashboard.update_status()
         ranks = dashboard.run_view.ranks
         assert ranks.samples, "no heartbeat was read"
         ranks.samples = ranks.samples[:1] * SAMPLES  # as many samples as after some hours
@@ -100,7 +100,7 @@ def monitor(folder: Path, size: int) -> Work:
         dashboard.frame(PlotRange())
         assert slowest_rank(ranks.newest_samples(SAMPLES)) is not None
         dashboard.facts()
-        dashboard.heat()
+        dashboard.step_time_heat_map()
 
     return look
 

@@ -75,7 +75,8 @@ def table(results: Results) -> str:
     lines += [
         "",
         (
-            f"{results.machine}; {results.date} UTC, load before {results.load_before:.1f};"
+            f"{results.machine}; {results.date} UTC, load average before the start"
+            f" {results.load_before:.1f};"
             f" `{results.command}`"
         ),
     ]

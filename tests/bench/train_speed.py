@@ -51,8 +51,8 @@ AS_USED = {
     "Trainer": Entrant("transformers", keep_freed_memory=False, packages=TRAINER),
     "plain loop": Entrant("plain", keep_freed_memory=False),
 }
-"""Contestants with the settings of normal use. Only the kit changes a setting of the memory
-allocator."""
+"""Contestants with the memory allocator settings that they have in normal use. Only the kit changes
+a setting of the allocator."""
 
 SAME_ALLOCATOR = {
     "Trainer, kit's allocator setting": Entrant("transformers", packages=TRAINER),
@@ -65,6 +65,8 @@ ENGINES = {
     "plain torch loop": Entrant("plain"),
 }
 
+
+OPTIMIZERS = {"AdamW": Entrant("kit"), "Muon": Entrant("kit_muon")}
 
 UNITS = {"step_s": "tokens/s", "step_cpu_s": "tokens/CPU-s"}
 
@@ -168,6 +170,21 @@ def measure_engines(workplace: Path) -> list[Row]:
         if name in others and name not in unlike:
             ratios.append(ratio_row(f"{name} / {native}, step time", seconds, times[native]))
     return [*rows, *ratios, *unlike.values(), *answers.missing("1 thread")]
+
+
+def measure_optimizers(workplace: Path) -> list[Row]:
+    """Returns rows with the processor time of a step of the native engine with AdamW and with Muon,
+    and their ratio. Losses are not compared, since the optimizers differ.
+    """
+    times = take_answers(OPTIMIZERS, workplace, rounds=ROUNDS // 2).times("step_cpu_s")
+    rows = [
+        median_row(f"{name}, 1 thread", [1000 * each for each in seconds], "ms")
+        for name, seconds in times.items()
+    ]
+    return [
+        *rows,
+        ratio_row("Muon / AdamW, processor time of a step", times["Muon"], times["AdamW"]),
+    ]
 
 
 def take_answers(

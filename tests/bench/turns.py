@@ -27,14 +27,13 @@ def take_turns(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, 
 def median_row(
     name: str, values: Sequence[float], unit: str, *, note: str = "", **limit: float | None
 ) -> Row:
-    """Returns a row with the median over rounds. `limit` has the limits that `row` takes as keyword
-    arguments.
+    """Returns a row with the median over rounds. The keyword arguments `limit` are passed to `row`.
 
     The note has the minimum and maximum, or the quartiles for at least MANY_ROUNDS rounds.
     """
     many = len(values) >= MANY_ROUNDS
     low, high = statistics.quantiles(values)[::2] if many else (min(values), max(values))
-    ends = f"{'half of them ' if many else ''}{format_value(low, '')} to {format_value(high, '')}"
+    ends = f"{'middle half ' if many else ''}{format_value(low, '')} to {format_value(high, '')}"
     told = f"{note}{'; ' if note else ''}median of {len(values)} rounds, {ends}"
     return row(name, statistics.median(values), unit, note=told, **limit)
 

@@ -10,7 +10,7 @@ from cluster.site import Site
 from kit.config.plan import logits_at_once
 from kit.estimate.theory.activations import KIT, engine_kernels
 from kit.model import build_decoder
-from kit.model.cross_entropy import _softmax, chunked_cross_entropy
+from kit.model.cross_entropy import ZLoss, _softmax, chunked_cross_entropy
 
 N, H, V = 50, 16, 300
 
@@ -34,14 +34,29 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_chunked_loss_equals_full_cross_entropy(dtype, tolerance, compiled, monkeypatch) -> None:
+@pytest.mark.parametrize(("weight", "soft_cap"), [(0.0, None), (0.1, None), (0.1, 3.0)])
+def test_chunked_loss_equals_full_cross_entropy(
+    dtype, tolerance, compiled, weight, soft_cap, monkeypatch
+) -> None:
+    """The z-loss is compared with torch's logsumexp."""
     # The function that the kit would compile runs without compilation.
     monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)
     x_NH, weight_VH, targets_N = inputs(dtype)
-    expected = F.cross_entropy(F.linear(x_NH, weight_VH).float(), targets_N)
+    logits_NV = F.linear(x_NH, weight_VH)
+    if soft_cap is not None:
+        logits_NV = soft_cap * torch.tanh(logits_NV / soft_cap)
+        tolerance *= 2  # The slope of the soft cap is rounded, too.
+    logits_NV = logits_NV.float()
+    expected_z = weight * logits_NV.logsumexp(-1).square().mean()
+    expected = F.cross_entropy(logits_NV, targets_N) + expected_z
     gradients = torch.autograd.grad(3 * expected, (x_NH, weight_VH))
-    found = chunked_cross_entropy(x_NH, weight_VH, targets_N, compiled=compiled)
+    z_loss = ZLoss(weight) if weight else None
+    options = {"compiled": compiled, "z_loss": z_loss, "soft_cap": soft_cap}
+    found = chunked_cross_entropy(x_NH, weight_VH, targets_N, **options)
     assert found.dtype == torch.float32
+    if z_loss is not None:
+        torch.testing.assert_close(z_loss.take(), expected_z.detach(), rtol=1e-6, atol=1e-6)
+        assert z_loss.take() is None
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     ours = torch.autograd.grad(3 * found, (x_NH, weight_VH))
     for mine, theirs in zip(ours, gradients, strict=True):

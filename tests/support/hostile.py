@@ -97,7 +97,7 @@ def process_of(pid: int) -> Process:
     return Process.current().replace(pid=pid, start_ticks=int(fields[19]))
 
 
-def save_checkpoint(run: Run) -> None:
+def save_checkpoint(run: Run, step: int = STEPS) -> None:
     """Writes a complete checkpoint with initial weights and AdamW's state, as the trainer would."""
     import torch
 
@@ -109,7 +109,7 @@ def save_checkpoint(run: Run) -> None:
         state[f"model.{name}"] = weight.detach()
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"adamw.{moment}.{name}"] = torch.zeros_like(weight.detach())
-    complete_checkpoint(run, state, STEPS)
+    complete_checkpoint(run, state, step)
 
 
 def tree(folder: Path) -> dict[str, tuple]:

@@ -2,8 +2,10 @@
 engine on one rank.
 
 The table has the largest relative differences of loss, gradient norm and weights, over all ranks
-and ten steps. For a tensor, the largest difference is divided by its largest weight. Training is in
-fp32 on this machine's CPUs over gloo. The Neuron engine runs on a simulated NxD.
+and ten steps. For a tensor, the largest difference is divided by its largest weight. The column
+Muon has the largest relative difference of the first update of a matrix by Muon. The first row has
+the difference that another order of sums makes in one process. Training is in fp32 on this
+machine's CPUs over gloo. The Neuron engine runs on a simulated NxD.
 """
 
 import sys
@@ -21,7 +23,7 @@ from kit.engines.deepspeed.start import import_deepspeed
 from kit.interop.weights.neuron import import_nxd
 from tests.engines import test_neuron
 from tests.engines.conftest import STANDIN, VERSIONS, install
-from tests.parallel import test_deepspeed, test_parity
+from tests.parallel import test_deepspeed, test_muon, test_parity
 from tests.support.checkpoints import facts, nxd_in
 from tests.support.parity import CPU, Trained, batches, build, differences, fit, make_plan
 from tests.support.workers import run_ranks
@@ -72,12 +74,29 @@ def measure(spec: ModelSpec, plan: Plan) -> tuple[list[Trained], dict[str, Tenso
         return said, {key: weight for part in parts for key, weight in part.items()}
 
 
+def muon_update_difference(spec: ModelSpec, plan: Plan) -> str:
+    """Returns the largest relative difference of an update by Muon from that of one process, as
+    text. Returns "refused" if the engine cannot train with Muon.
+    """
+    if not plan.capabilities.gathers_matrices:
+        return "refused"
+    with tempfile.TemporaryDirectory() as name:
+        recipe = test_muon.MUON.replace(num_steps=1)
+        found, expected = (
+            test_muon.train(run_ranks, spec, each, recipe, Path(name) / str(number))
+            for number, each in enumerate((plan, make_plan({})))
+        )
+    return f"{test_muon.differences(found, expected)[1]:.0e}"
+
+
 def main() -> None:
     """Prints a row of a Markdown table for each engine and layout."""
     import_deepspeed(CPU)
     installed = tempfile.TemporaryDirectory()
     sys.path[:0] = [str(STANDIN), str(install(Path(installed.name) / "site", VERSIONS))]
-    print("| engine | layout | loss | gradient norm | weights |\n|---|---|---|---|---|")
+    print("| engine | layout | loss | gradient norm | weights | Muon |\n|---|---|---|---|---|---|")
+    reordered = muon_update_difference(SPEC, make_plan(test_muon.REORDERED))
+    print(f"| native | one process, other order of sums | | | | {reordered} |", flush=True)
     for engine, layouts in ENGINES.items():
         for name, changes in layouts.items():
             plan = make_plan(changes, engine)
@@ -91,6 +110,7 @@ def main() -> None:
                 for key, whole in expected.items()
             )
             cells = f"{found['loss']:.0e} | {found['grad_norm']:.0e} | {strayed:.0e}"
+            cells += f" | {muon_update_difference(spec, plan)}"
             print(f"| {engine} | {name} | {cells} |", flush=True)
 
 

@@ -22,8 +22,9 @@ by setsid.
 """
 MOST_RANKS = 2
 THREAD = "pytest.PytestUnhandledThreadExceptionWarning"
-RUNNING: list[list[str]] = []
-"""Reasons why the running test must be skipped: one list for each test in progress with --quick."""
+SKIP_REASONS: list[list[str]] = []
+"""Stack with one list per phase (set-up or call) of a test that runs with --quick. Each list has
+the reasons why the test must be skipped."""
 
 
 def leaves_out(item: pytest.Item) -> bool:
@@ -60,27 +61,27 @@ def refuse(reason: str) -> None:
     """Skips the running test, even if its code catches the exception or another thread
     raised it.
     """
-    RUNNING[-1].append(reason)
+    SKIP_REASONS[-1].append(reason)
     pytest.skip(reason)
 
 
 def refuse_many(ranks: int) -> None:
     """Skips the running test if it starts more ranks than `make quick` allows."""
-    if RUNNING and ranks > MOST_RANKS:
+    if SKIP_REASONS and ranks > MOST_RANKS:
         refuse(f"more than {MOST_RANKS} ranks are not quick")
 
 
 def _skipped_if_refused() -> Iterator[None]:
-    RUNNING.append([])
+    SKIP_REASONS.append([])
     try:
         return (yield)
     finally:
-        if reasons := RUNNING.pop():
+        if reasons := SKIP_REASONS.pop():
             pytest.skip(reasons[0])
 
 
 def _refuse_programs(event: str, arguments: tuple[Any, ...]) -> None:
-    if RUNNING and event == "subprocess.Popen":
+    if SKIP_REASONS and event == "subprocess.Popen":
         program = os.path.basename(os.fsdecode(arguments[0]))
         if program.startswith(PROGRAMS):
             refuse(f"starting {program} is not quick")

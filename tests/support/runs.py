@@ -20,7 +20,7 @@ def new_run(
     plan.check(spec)
     run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     run.directory.mkdir(parents=True, exist_ok=True)
-    for name, text in run.asked().items():
+    for name, text in run.configuration_texts().items():
         write_atomic(run.directory / name, text)
     return run
 

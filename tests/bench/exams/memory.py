@@ -20,7 +20,7 @@ from kit.estimate.theory.activations import MEGATRON, Kernels, engine_kernels
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.memory import memory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
-from kit.estimate.validation.validate_rows import memory_layouts, readings, without_group
+from kit.estimate.validation.validate_rows import memory_error_rows, memory_layouts, without_group
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import FACTS
 from kit.show.results import Row, row
@@ -59,7 +59,13 @@ def memory_exam() -> list[Row]:
     runs = published.load()
     read = [run for run in runs if run.memory_bytes]
     labelled = [run for run in runs if run.source.startswith("Aleph Alpha")]
-    return [*readings(read), *labels(labelled), *allocator_logs(), *korthikanti(), *counted_steps()]
+    return [
+        *memory_error_rows(read),
+        *labels(labelled),
+        *allocator_logs(),
+        *korthikanti(),
+        *counted_steps(),
+    ]
 
 
 def labels(runs: Sequence[PublishedRun]) -> list[Row]:
@@ -218,12 +224,12 @@ def korthikanti() -> list[Row]:
 
 
 def counted_steps() -> list[Row]:
-    """Returns the memory model's error on the peak of live bytes in a step of the kit's engines,
-    counted on CPUs. Nothing is fitted.
+    """Returns the median error of the memory model for each of two engines. The memory model
+    predicts the peak memory of a training step. Nothing is fitted.
 
-    The bytes were counted after each operation of the third step of small bf16 models without fused
-    kernels. The native engine ran in a process group that sends nothing (torch 2.13), DeepSpeed
-    0.19.8 on two processes.
+    The predictions are compared with peaks that were counted on CPUs: the live bytes after each
+    operation of the third step of small bf16 models without fused kernels. The native engine ran
+    with torch 2.13 in a process group that sends nothing. DeepSpeed 0.19.8 ran on two processes.
     """
     with (Path(__file__).parent / "counted_steps.csv").open(encoding="utf-8") as stream:
         rows = [

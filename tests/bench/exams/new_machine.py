@@ -45,7 +45,8 @@ large value gives coverage priority over width."""
 DRAWS = 20
 """Number of random choices of five runs. The planner's five proposed runs are compared with
 them."""
-# Strangers whose runs make up the prior: name in `machines.MACHINES`, then (machine, code base).
+# Machines of other publications whose runs form the prior: name in `machines.MACHINES`, then
+# (machine, code base).
 FITTED = {
     "Selene": ("Selene", "Megatron-LM"),
     "KAIST multi-node": ("KAIST", "Megatron-LM"),
@@ -204,7 +205,7 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
         rest.layouts, rest.hardware, found.values, found.covariance
     )
     measured = MeasuredRange.of(runs.layouts, runs.hardware) if count else None
-    untried = interval.untried_counts(rest.layouts, rest.hardware, measured, known)
+    untried = interval.unmeasured_feature_counts(rest.layouts, rest.hardware, measured, known)
     return Trial(
         off=centre - np.log(rest.step_time_s),
         variance=variance,
@@ -238,13 +239,17 @@ def conformal(trial: Trial, others: list[Trial]) -> Array:
     """Returns the half-width of each prediction interval by split conformal prediction, in ln
     seconds. Each trial in `others` has equal weight.
 
-    Errors are normalised by the standard deviation of the kit's own model, with the default scales
-    and a variance factor of 1.
+    Errors are divided by the standard deviation that the kit's model predicts for the run, with the
+    default interval scales (`Scales`) and a variance factor of 1.
     """
     plain = Scales(variance_factor=1.0)
 
     def deviation(each: Trial) -> Array:
-        return np.sqrt(each.variance + plain.misfit**2 + each.num_untried * interval.UNTRIED**2)
+        return np.sqrt(
+            each.variance
+            + plain.misfit**2
+            + each.num_untried * interval.UNMEASURED_FEATURE_SPREAD**2
+        )
 
     score = np.concatenate([np.abs(each.off) / deviation(each) for each in others])
     weight = np.concatenate([np.full(len(each.off), 1 / len(each.off)) for each in others])
@@ -342,7 +347,7 @@ def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
         name = f"never met, {count} runs"
         held, width = _held_and_width(met, [each.half for each in met])
         instead, other = _held_and_width(met, [each.conformal for each in met])
-        wide = f"times or divided by {np.exp(width):.2f}"
+        wide = f"interval: prediction divided and multiplied by {np.exp(width):.2f}"
         errors = {each.name: each.error for each in met}
         inside = {each.name: each.held(each.half) for each in met}
         apart = f"its machine and code base left out: {_list(errors)}"

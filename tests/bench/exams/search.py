@@ -12,8 +12,8 @@ REPEATS = 5
 
 
 def search_exam() -> list[Row]:
-    """Returns rows with the layouts per second for which one core computes time and memory, and
-    with the seconds of the largest search.
+    """Returns rows with the number of layouts that one core evaluates per second, and with the
+    seconds of the largest search.
     """
     spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
     found = search(spec, site, 3072, 9600)

@@ -1,4 +1,5 @@
-"""The hook of the sample run: numbers of its own, and one failure that turns it off until the next attempt."""
+"""The hook of the sample run. It records additional metrics and fails once. After the failure it is
+disabled until the next attempt."""
 
 import time
 
