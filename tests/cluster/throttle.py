@@ -15,6 +15,7 @@ from cluster.sandbox import Sandbox
 from cluster.site import Fact, Links, Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
+from kit.estimate.fit.own_runs import kept_runs
 from kit.monitor.speed import compare_speed_with_prediction
 from kit.run import Run
 
@@ -80,7 +81,9 @@ def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
 
 
 def as_it_runs(run: Run) -> Site:
-    """Returns the run's site with rates that were fitted to the measured step time of the run.
+    """Returns the run's site with rates that were fitted to the measured step time of the run, and
+    with the run as an own run, as `kit calibrate RUN --out` keeps it. Without an own run, the
+    interval of the prediction is too wide for a verdict.
 
     The rate of matrix products is fitted to the time in which rank 0 did not wait. The network
     bandwidth is fitted to the waits of rank 0. The peak is the rate that the node check measured.
@@ -120,4 +123,4 @@ def as_it_runs(run: Run) -> Site:
             if seconds(at(rate, middle), "data_parallel") > waits_s
             else (low, middle)
         )
-    return at(rate, high)
+    return at(rate, high).replace(own_runs=tuple(kept_runs([run.directory])))
