@@ -195,7 +195,7 @@ class LayerActivations:
         """Number of elements per token of the residual stream on one device: h / q with hidden size
         h. q is the tensor parallel degree with sequence parallelism, otherwise 1.
         """
-        return self.layouts.hidden_size / self.layouts.sequence_shards
+        return self.layouts.hidden_size / self.layouts.residual_shards
 
     @cached_property
     def product_input_bytes(self) -> Array:

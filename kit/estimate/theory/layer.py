@@ -157,12 +157,12 @@ class LayerTime:
         cut = 8 * x.attention_size + (4.0 + 2.0 * x.gated) * x.ffn_hidden_size
         cut = cut + x.where(x.has_qk_norm, 4.0, 0.0) * heads
         whole = (14 + 4 * x.num_block_norms) * hidden_size
-        traffic = x.tokens * (whole / x.sequence_shards + cut / x.tensor_parallel)
+        traffic = x.tokens * (whole / x.residual_shards + cut / x.tensor_parallel)
         if np.any(x.compiled | x.native):
             rotary = x.where(x.has_learned_positions, 0.0, 48.0) * heads
             eager = rotary + 4 * x.gated * x.ffn_hidden_size
             eager = np.where(x.native, eager / x.tensor_parallel, 0.0)
-            compiled = -4 * hidden_size / x.sequence_shards
+            compiled = -4 * hidden_size / x.residual_shards
             traffic = traffic + x.tokens * np.where(x.compiled, compiled, eager)
         unfused = x.where(x.fused_norm, 1.0, self.coefficients.unfused_traffic)
         return traffic / self.memory_bytes_per_s * unfused

@@ -250,7 +250,7 @@ class Layouts(ArrayColumns):
         return self.num_heads * self.head_size
 
     @cached_property
-    def sequence_shards(self) -> Array:
+    def residual_shards(self) -> Array:
         """Number of devices over which the residual stream is sharded, symbol q. It is the tensor
         parallel degree with sequence parallelism, otherwise 1.
         """

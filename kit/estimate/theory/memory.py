@@ -326,7 +326,7 @@ class _PipelineDevices(ModelState):
         bytes for query, key, value and result, with width A of all query heads.
         """
         x = self.layouts
-        pipeline = np.where(self.has_pipeline, 8 * x.hidden_size / x.sequence_shards, 0.0)
+        pipeline = np.where(self.has_pipeline, 8 * x.hidden_size / x.residual_shards, 0.0)
         is_ring = x.context_exchange == EXCHANGES.index("ring")
         context = np.where(is_ring, 8 * x.kv_size, 4 * (x.attention_size + x.kv_size))
         context = (x.context_parallel > 1) * (context / x.tensor_parallel)
