@@ -254,6 +254,9 @@ def _print_version(is_given: bool) -> None:
     raise typer.Exit
 
 
+LONGEST_MESSAGE = 8000
+"""Number of characters from which on an error message is printed in part."""
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -326,6 +329,11 @@ def _path_error(error: Exception) -> str:
 
 
 def _fail(kind: str, what: str) -> None:
-    """Prints an error message to standard error, and exits with code 1."""
+    """Prints an error message to standard error, and exits with code 1. Of a very long message, the
+    start and the end are printed: a file of another person may contain a value of any length.
+    """
+    if len(what) > LONGEST_MESSAGE:
+        start, end = what[: LONGEST_MESSAGE // 2], what[-LONGEST_MESSAGE // 4 :]
+        what = f"{start} … ({len(what):,} characters) … {end}"
     PlainConsole(stderr=True).print(Text.assemble((f"{kind}: ", "red"), what))
     sys.exit(1)

@@ -157,3 +157,11 @@ def test_data_build_errors_name_the_option_that_helps(tmp_path, monkeypatch, ans
     options = {"vocab_size": 280, "progress": False, "skip_corrupt": True}
     with pytest.raises(DataError, match="text_key: content there, text asked"):
         build_dataset(tmp_path / "data", tmp_path / "text.jsonl", **options)
+
+
+def test_message_about_a_huge_value_keeps_its_start_and_end(answer, tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"model_type": "llama", "hidden_act": "x" * 300_000}))
+    text = answer(f"plan {model} --site lumi --devices 8 --batch 64")
+    assert text.startswith("ConfigError: ") and len(text) < 9_000
+    assert "characters) … " in text and text.endswith(".")
