@@ -23,9 +23,10 @@ from kit.run.columns import COLUMN_MEANINGS
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 MARK = re.compile(r"(<!-- (\w+) ?([\w.]*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
-"""Matches a generated table with its two comments."""
+"""Matches a generated table with the HTML comments before and after it."""
 FIRST_SITES = ("frontier", "perlmutter", "lumi", "trn1.32xlarge", "eks-trn1")
-"""Packaged sites from which examples are taken first."""
+"""Names of the site files that are searched first for an example value of a field. The other site
+files that the kit contains follow."""
 LONGEST_EXAMPLE = 150
 """Largest number of characters of an example that comes from a packaged site."""
 TYPES = {

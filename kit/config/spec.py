@@ -35,8 +35,8 @@ class FlopBasis(enum.Enum):
     not. Attention is counted without the causal mask, for all pairs of tokens. A layer with an
     attention window has min(window, s) in place of s."""
     MEGATRON = "megatron"
-    """72 L h^2 (1 + s/6h + V/12Lh): equation 3 of Narayanan et al. 2021 (arXiv 2104.04473), without
-    the recomputation that this equation contains."""
+    """72 L h^2 (1 + s/6h + V/12Lh). Equation 3 of Narayanan et al. 2021 (arXiv 2104.04473) also
+    counts a recomputed forward pass (see MEGATRON_RECOMPUTE). This definition leaves it out."""
     MEGATRON_RECOMPUTE = "megatron_recompute"
     """96 L h^2 (1 + s/6h + V/16Lh): equation 3 of Narayanan et al. 2021. It contains one more
     forward pass than MEGATRON, for recomputation, so it counts hardware FLOPs. The Frontier paper's
@@ -523,7 +523,7 @@ class ModelSpec(Record):
     @property
     def embedding_params(self) -> int:
         """Number of weights of the token embedding and, if positions are learned, of the position
-        embedding.
+        embedding. The output projection is not counted.
         """
         learned = self.sequence_length * self.hidden_size if self.has_learned_positions else 0
         return self.vocab_size * self.hidden_size + learned

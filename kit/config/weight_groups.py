@@ -27,9 +27,9 @@ from kit.config.spec import ModelSpec
 
 WeightGroup = Literal["matrices", "embedding", "output", "vectors"]
 WEIGHT_GROUPS: tuple[WeightGroup, ...] = get_args(WeightGroup)
-"""Names of the groups. `matrices` are the matrices of the transformer blocks. `embedding` has the
-embeddings of tokens and of positions, `output` an output projection of its own, `vectors` all norms
-and biases."""
+"""Names of the groups. `matrices`: the matrices of the transformer blocks. `embedding`: the
+embeddings of tokens and of positions. `output`: the output projection, if it is not tied to the
+token embedding. `vectors`: all norms and biases."""
 
 
 def weight_group(name: str, num_dims: int) -> WeightGroup:

@@ -189,7 +189,7 @@ class Curves:
         return self
 
     def metrics(self) -> Metrics:
-        """Returns the training steps that were read so far."""
+        """Returns the metrics of all training steps that were read so far."""
         return Metrics.of(self.columns, **self.run.metrics_arguments())
 
     def _forget(self) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 OTHER_PANELS = "others"
-"""Key in figures.toml of settings that apply to every panel of a figure for which the file has no
-settings under the panel's own name."""
+"""Key in figures.toml of the default panel settings of a figure. They apply to each panel that has
+no settings under its own name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -136,8 +136,8 @@ def end_points(model: str, panel: str) -> list[FigureLayer]:
     for column, label in labels.items():
         source = quality.source
         values = {1800: row[column]}
-        # For 70B, Table II has the score of the average of the last two checkpoints. Table IV also
-        # has the score of each of these checkpoints.
+        # For 70B, Table II has only the score of the average of the last two checkpoints. The
+        # scores of the two checkpoints are in Table IV, which has no pass@10.
         if model == "70B" and column != "code_pass_10":
             source = averaging.source
             heading = SWAPPED.get(column, column)

@@ -1,6 +1,6 @@
-"""HLAT: learning rates and the data mix of the last training stage, as released. Section VI:
-training loss and precision, as measured on this machine or in the user's runs. Averaged weights,
-as measured on this machine.
+"""Figures on the training of HLAT. Published: the learning rates, and the data mix of the last
+training stage. Measured on this machine or in the user's runs: training loss and precision (Section
+VI of the paper). Measured on this machine only: averaged weights.
 """
 
 import json

@@ -178,8 +178,9 @@ class FigureLayer:
         )
 
     def rows(self) -> Rows:
-        """Returns one row per point, with these keys: layer (its kind), series (its label), scale,
-        x, y, low, high and source. Measured points also have the key run.
+        """Returns one row per point, with these keys: layer (its kind), series (its label), scale
+        (`paper`, `cluster` or `demo`), x, y, low, high and source. Measured points also have the
+        key run.
         """
         rows = []
         places = self.names or self.x.tolist()
@@ -207,7 +208,7 @@ def table(layers: Iterable[FigureLayer], **columns: Any) -> Rows:
     return [columns | row for layer in layers for row in layer.rows()]
 
 
-# The user's runs, and studies of this machine -----------------------------------------------------
+# The user's runs, and small experiments run on this machine ---------------------------------------
 
 
 def open_runs(runs: Runs) -> list[Run]:

@@ -242,7 +242,7 @@ class _Round:
     owned: list[int]
     """Matrices of the round that this rank owns."""
     sent: list[int]
-    """Matrices whose shard this rank sends to its owner."""
+    """Matrices of which this rank sends its shard to the owner of the matrix."""
     sent_sizes: list[int]
     received: list[tuple[int, Region]]
     """Matrix and region of each shard that this rank receives as an owner."""
@@ -251,7 +251,7 @@ class _Round:
     """Matrix and region of each part of a result that this rank sends as an owner."""
     returned_sizes: list[int]
     awaited: list[int]
-    """Matrices of whose result this rank receives its shard: all matrices of the round."""
+    """Matrices of which this rank receives its shard of the result: all matrices of the round."""
     awaited_sizes: list[int]
 
     @classmethod
@@ -333,7 +333,8 @@ class _Transfer:
 
 
 def _balanced(costs: list[float], num_ranks: int) -> tuple[list[int], list[int]]:
-    """Returns (owner of each matrix, numbers of the matrices from the most to the least costly).
+    """Returns (rank that owns each matrix, indices of the matrices from the most to the least
+    costly).
 
     The most costly matrix that is left goes to the rank with the least work so far. The largest
     work of a rank is then at most 4/3 of the smallest possible (R. L. Graham, "Bounds on

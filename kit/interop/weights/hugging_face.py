@@ -287,8 +287,9 @@ def import_hugging_face(folder: str | Path) -> Weights:
 
     Raises:
         ConfigError: The configuration is damaged, or the kit's decoder cannot express the model.
-        DataError: The folder has no configuration or no safetensors, or a weight is missing. If a
-            weight has another shape, `Weights.fill` raises the error later.
+        DataError: The folder has no configuration or no safetensors, a weight is missing, or the
+            configuration has more parameters than the files have bytes. Shapes are not checked
+            here: `Weights.fill` raises DataError if a weight has another shape than the model's.
         MissingPackageError: safetensors is not installed.
     """
     folder = Path(folder)

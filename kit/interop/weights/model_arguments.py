@@ -199,8 +199,9 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
 
 
 def _is_rotary(arguments: dict[str, str], notes: list[str]) -> bool:
-    """Returns whether Megatron's arguments state rotary positions. Any other kind is treated as
-    learned positions, and a note on it is appended to `notes`.
+    """Returns whether Megatron's arguments state rotary positions. Any other kind is counted
+    as learned positions. If the arguments name a kind that is neither learned nor absolute, a note
+    is appended to `notes`.
     """
     kind = arguments.get("position_embedding_type", "").lower()
     has_flag = arguments.get("use_rotary_position_embeddings") == "True"

@@ -89,7 +89,7 @@ class ModelType:
     activation_key: str = "hidden_act"
     """Key of config.json with the activation function of feed-forward."""
     activations: dict[str, str] = dataclasses.field(default_factory=lambda: GATED)
-    """`ModelSpec.activation` for each allowed value of that key."""
+    """Value of `ModelSpec.activation` for each allowed value of the key `activation_key`."""
     biases: tuple[str | bool, str | bool, str | bool] = (False, False, False)
     """Biases of queries, keys and values, of the attention output, and of feed-forward: whether all
     models have them, or the key of config.json that says so."""
@@ -106,9 +106,12 @@ class ModelType:
     """Share of a head that is rotated if config.json states none."""
     has_partial_rotary: bool = False
     """Whether a part of each head may be rotated instead of the whole head."""
-    rope_keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
-    """Keys of config.json outside its table of rotary positions with the base of the frequencies
-    and with the share of a head that is rotated."""
+    rope_theta_key: str = "rope_theta"
+    """Key of config.json with the base of the rotary frequencies, if they have no table of their
+    own."""
+    partial_rotary_key: str = "partial_rotary_factor"
+    """Key of config.json with the share of a head that is rotated, if rotary positions have no
+    table of their own."""
     window: Literal["none", "all_layers", "by_layer", "if_used"] = "none"
     """Attention windows: in no layer, in all layers, in the layers that `layer_types` names, or in
     these layers if `use_sliding_window` is true."""
@@ -401,7 +404,8 @@ MODEL_TYPES = {
         head_dim=False,
         partial_rotary_factor=0.25,
         has_partial_rotary=True,
-        rope_keys=("rotary_emb_base", "rotary_pct"),
+        rope_theta_key="rotary_emb_base",
+        partial_rotary_key="rotary_pct",
         weights="gpt_neox",
     ),
     "gpt2": ModelType(
@@ -725,12 +729,13 @@ def _rope(
                 decoder = "no scaling in layers with a window"
                 refuse_key("rope_parameters", f"sliding_attention {kind!r}", decoder, purpose)
             found["local_rope_theta"] = float(local["rope_theta"])
-    theta_key, partial_key = of.rope_keys
-    partial = rope.get("partial_rotary_factor", config.get(partial_key))
-    found["rope_theta"] = float(rope.get("rope_theta", config.get(theta_key, of.rope_theta)))
+    partial = rope.get("partial_rotary_factor", config.get(of.partial_rotary_key))
+    found["rope_theta"] = float(
+        rope.get("rope_theta", config.get(of.rope_theta_key, of.rope_theta))
+    )
     found["partial_rotary_factor"] = float(of.partial_rotary_factor if partial is None else partial)
     if found["partial_rotary_factor"] != 1 and not of.has_partial_rotary:
-        refuse_key(partial_key, repr(partial), f"1 only in a {of.title}", purpose)
+        refuse_key(of.partial_rotary_key, repr(partial), f"1 only in a {of.title}", purpose)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if config["model_type"] == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"

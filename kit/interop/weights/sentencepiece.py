@@ -7,8 +7,8 @@ from kit.errors import DataError, needed
 SPACE = "▁"
 """Character with which SentencePiece writes a space."""
 NEVER = 1000.0
-"""Distance below the lowest score of a unigram model. A piece with such a score is never chosen,
-since its characters, one by one, have a better score."""
+"""Difference between the lowest score of a unigram model and the score that is given to pieces that
+must never be chosen. Split into single characters, such a piece has a better total score."""
 
 
 def to_tokenizer_json(data: bytes) -> bytes:
