@@ -27,6 +27,24 @@ def test_tokens_days_and_money_determine_each_other() -> None:
         Budget(usd=672).use(10_000, None)
 
 
+def test_budget_text_has_the_interval_of_the_step_time() -> None:
+    """A step of 10 s, 90 % interval 8 to 12.5 s, and a million tokens: calculation by hand."""
+    step = {"step_time_s": 10.0, "step_time_low_s": 8.0, "step_time_high_s": 12.5}
+
+    def text(budget: Budget, usd_per_hour: float | None) -> str:
+        return budget.text(step | budget.use(1e5, usd_per_hour), num_params=10**9)
+
+    assert text(Budget(tokens=7.2e9), 20.0) == (
+        "20.0 hours (90 % interval 16.0 to 25.0), 400 USD (90 % interval 320 to 500)"
+    )
+    tokens = "4.32e+10 tokens (90 % interval 3.46e+10 to 5.4e+10; 43 a parameter)"
+    assert text(Budget(days=5), 2.0) == f"{tokens}, 240 USD"
+    assert text(Budget(usd=240), 2.0) == f"{tokens}, 5.0 days"
+    assert text(Budget(tokens=4.32e10), None) == (
+        f"5.0 days (90 % interval 4.0 to 6.2), {UNKNOWN_PRICE}"
+    )
+
+
 @pytest.mark.parametrize(
     "numbers", [{}, {"days": 1, "usd": 1}, {"days": 0}, {"tokens": float("nan")}]
 )

@@ -9,6 +9,8 @@ from typing import Any
 from kit.errors import ConfigError
 
 UNKNOWN_PRICE = "price unknown: pass --price USD_PER_DEVICE_HOUR"
+FEW_DAYS = 3
+"""Days of training below which a text states hours, since tenths of a day would be too coarse."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,21 +68,32 @@ class Budget:
         return {"tokens": tokens, "days": days, "price_usd": price}
 
     def text(self, row: dict[str, Any], num_params: int) -> str:
-        """Returns what the budget gives on one layout, e.g. `8.1e+11 tokens (101 a parameter),
-        43,008 USD`. `row` has the numbers that `use` returns.
+        """Returns what the budget gives on one layout, with the 90 % interval that follows from the
+        interval of the step time, e.g. `8.1e+11 tokens (90 % interval 6.5e+11 to 1e+12; 101 a
+        parameter), 43,008 USD`. `row` has the numbers that `use` returns, and the step time with
+        its interval.
         """
+        shortest = row["step_time_low_s"] / row["step_time_s"]
+        longest = row["step_time_high_s"] / row["step_time_s"]
         parts = []
         if self.tokens is None:
+            tokens = row["tokens"]
             parts.append(
-                f"{row['tokens']:.3g} tokens ({row['tokens'] / num_params:,.0f} a parameter)"
+                f"{tokens:.3g} tokens (90 % interval {tokens / longest:.3g} to"
+                f" {tokens / shortest:.3g}; {tokens / num_params:,.0f} a parameter)"
             )
         if self.days is None:
-            parts.append(f"{row['days']:,.1f} days")
+            number, unit = row["days"], "days"
+            if number < FEW_DAYS:
+                number, unit = 24 * number, "hours"
+            parts.append(f"{number:,.1f} {unit}")
+            if self.tokens is not None:
+                parts[-1] += f" (90 % interval {number * shortest:,.1f} to {number * longest:,.1f})"
         if self.usd is None:
-            price = UNKNOWN_PRICE
-            if row["price_usd"] is not None:
-                price = f"{row['price_usd']:,.0f} USD"
-            parts.append(price)
+            price = row["price_usd"]
+            parts.append(UNKNOWN_PRICE if price is None else f"{price:,.0f} USD")
+            if self.tokens is not None and price is not None:
+                parts[-1] += f" (90 % interval {price * shortest:,.0f} to {price * longest:,.0f})"
         return ", ".join(parts)
 
 
