@@ -11,6 +11,7 @@ How a page marks its blocks is described in docs/README.md:
 """
 
 import ast
+import math
 import pkgutil
 import re
 import runpy
@@ -36,6 +37,7 @@ from cluster.state import JobState
 from kit.__main__ import main
 from kit.cli.app import app
 from kit.cli.launch_settings import draft_recipe
+from kit.config.spec import ModelSpec
 from kit.data import build_dataset
 from kit.interop.weights.hugging_face_config import PLANNED
 from kit.monitor import alerts
@@ -47,7 +49,7 @@ from tests.support.sources import nodes
 
 PAGES = tuple(
     "README first-day site-files run-directory own-data own-model hugging-face resuming"
-    " alerts-and-trackers troubleshooting api".split()
+    " alerts-and-trackers rent-8-gpus troubleshooting api".split()
 )
 """Names of the pages, in the order in which their commands are run."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
@@ -316,6 +318,38 @@ def test_alert_table_has_all_rules():
 
 
 ALERTS = "alerts-and-trackers"
+
+
+def test_rent_page_losses_follow_from_published_constants():
+    """The constants are those of eq. 10 of arXiv 2203.15556, and of table 1 of arXiv 2404.10102 and
+    the program of its authors, which has `exp(6.0073404)` for A, `exp(6.0179186)` for B and
+    `exp(0.5267228)` for E.
+    """
+    published = [
+        (1.69, 406.4, 0.34, 410.7, 0.28),
+        (math.exp(0.5267228), math.exp(6.0073404), 0.33917084, math.exp(6.0179186), 0.2849083),
+        (1.8172, 482.01, 0.3478, 2085.43, 0.3658),
+    ]
+    text = page_text("rent-8-gpus")
+    rows = re.findall(r"^\| [HB][^|]* et al\.[^|]* \| ([\d.| ]+) \|$", text, re.M)
+    found = [[float(cell) for cell in row.split("|")] for row in rows]
+    num_params = ModelSpec.preset("olmo2-1b").num_params
+    assert f"N = {num_params:,} and D = 3e10" in text and "--tokens 3e10" in text
+    losses = []
+    for (*constants, loss), expected in zip(found, published, strict=True):
+        assert constants == pytest.approx(expected, rel=1e-4)
+        e, a, alpha, b, beta = expected
+        losses.append(e + a / num_params**alpha + b / 3e10**beta)
+        assert loss == round(losses[-1], 2)
+    assert f"| {min(losses):.2f} to {max(losses):.2f} nats a token |" in text
+
+
+def test_rent_page_steps_are_the_planned_tokens():
+    (recipe,) = (block for block in blocks("rent-8-gpus") if block.title == "rent-recipe.toml")
+    full = draft_recipe(tomllib.loads(recipe.text))
+    assert full.num_steps * 512 * 4096 == pytest.approx(3e10, rel=1e-3)
+    # The trial is allowed, although it is shorter than the warm-up, and has the same schedule.
+    assert full.replace(num_steps=100).learning_rate_at(100) == full.learning_rate_at(100)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ and cheap imports.
 
 import ast
 import itertools
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+from tests.cluster.shell import shellcheck
 from tests.support.environments import closure
 from tests.support.sources import ROOT, nodes
 
@@ -42,6 +47,38 @@ def test_environment_yml_equals_pyproject():
     assert pip == [*PYPROJECT["dependencies"], *notebooks()]
     assert {requirement_name(requirement) for requirement in pip} >= NAMED
     assert "neuronx-distributed" in (ROOT / "environment.yml").read_text()
+
+
+def test_binder_installs_the_kit_as_environment_yml_does():
+    """repo2docker reads only `python=X.Y`, runs postBuild as a program, and ignores its errors
+    without `set -e`.
+    """
+    environment = yaml.safe_load((ROOT / "binder/environment.yml").read_text())
+    python, pip = environment["dependencies"]
+    assert (environment["name"], environment["channels"], pip) == (
+        yaml.safe_load((ROOT / "environment.yml").read_text())["name"],
+        ["conda-forge"],
+        "pip",
+    )
+    version = re.fullmatch(r"python=(\d+\.\d+)", python)
+    assert version and SpecifierSet(PYPROJECT["requires-python"]).contains(version[1])
+    script = ROOT / "binder/postBuild"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+    begin, *_, safe, install = script.read_text().splitlines()
+    assert (begin, safe) == ("#!/bin/bash", "set -euo pipefail")
+    words = shlex.split(install)
+    assert words[:4] == ["python", "-m", "pip", "install"]
+    options = dict(itertools.pairwise(words))
+    assert (ROOT / options["-c"]).is_file()
+    extra = re.fullmatch(r"\.\[(\w+)\]", options["-e"])
+    assert extra and extra[1] in PYPROJECT["optional-dependencies"]
+    shellcheck(script.read_text(), "--shell=bash")
+    (torch,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert f"({torch}+cpu)" in script.read_text()
+    # pip prefers the CPU build to the build of PyPI, and the constraint allows it.
+    assert Version(f"{torch}+cpu") > Version(torch)
+    assert SpecifierSet(f"=={torch}").contains(f"{torch}+cpu")
 
 
 @pytest.mark.parametrize("own", [None, "2.10.0+rocm7.1"])
