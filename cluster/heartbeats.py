@@ -21,8 +21,9 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeGuard
 
 from cluster.files import read_small, write_atomic
 from cluster.record import Record, field_doc
@@ -83,11 +84,76 @@ class RankHeartbeat(Record):
         "median of `work_s` over the last steps, in seconds; None: the waits are unknown",
         default=None,
     )
+    utilisation: float | None = field_doc(
+        "fraction of the driver's last sampling period in which the device computed, 0 to 1; None:"
+        " the device does not provide it",
+        default=None,
+    )
+    power_w: float | None = field_doc(
+        "power of the device, in watts; None: the device does not provide it", default=None
+    )
+    temperature_c: float | None = field_doc(
+        "temperature of the device, in degrees Celsius; None: the device does not provide it",
+        default=None,
+    )
+    memory_bytes: int | None = field_doc(
+        "largest memory of the device so far or, on Trainium, the memory that the process uses, in"
+        " bytes; None: on a CPU",
+        default=None,
+    )
+    device_problem: str | None = field_doc(
+        "reason why utilisation, power and temperature cannot be read; None: no problem",
+        default=None,
+    )
 
     @property
     def line(self) -> bytes:
         """This heartbeat as JSON, without a line break."""
         return json.dumps(self.to_dict(), separators=(",", ":")).encode()
+
+
+DEVICE_EXTREMES: dict[str, tuple[str, Callable[..., RankHeartbeat]]] = {
+    "lowest_device_utilisation": ("utilisation", min),
+    "highest_device_temperature_c": ("temperature_c", max),
+    "largest_device_memory_bytes": ("memory_bytes", max),
+}
+"""Field of RankHeartbeat and the function that selects the device to report, by the name of the
+column in metrics.jsonl."""
+MAX_DEVICE_VALUE = 1e18
+"""Smallest absolute value that cannot be a memory in bytes, a power or a temperature."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceSummary:
+    """The devices of all ranks in one number each."""
+
+    value: float
+    beat: RankHeartbeat | None
+    """Heartbeat with this value. None for a sum over the devices."""
+
+
+def summarise_devices(beats: Iterable[RankHeartbeat]) -> dict[str, DeviceSummary]:
+    """Returns the least used, the hottest and the fullest device and the power of all devices, by
+    the name of the column in metrics.jsonl. Leaves out values that no device provides.
+    """
+    beats = list(beats)
+    summaries = dict[str, DeviceSummary]()
+    for column, (field, select) in DEVICE_EXTREMES.items():
+        known = [beat for beat in beats if _is_believable(getattr(beat, field))]
+        if known:
+            beat = select(known, key=lambda beat: getattr(beat, field))
+            summaries[column] = DeviceSummary(value=getattr(beat, field), beat=beat)
+    powers_w = [beat.power_w for beat in beats if _is_believable(beat.power_w)]
+    if powers_w:
+        summaries["device_power_w"] = DeviceSummary(value=round(sum(powers_w), 1), beat=None)
+    return summaries
+
+
+def _is_believable(value: float | None) -> TypeGuard[float]:
+    """Returns whether a heartbeat has this value and the value can be shown. Any number may be in a
+    file of another user.
+    """
+    return value is not None and abs(value) < MAX_DEVICE_VALUE
 
 
 def write_rank_heartbeat(run_dir: Path, beat: RankHeartbeat) -> None:

@@ -266,6 +266,7 @@ class Dashboard:
                 "ranks": ranks.num_ranks,
                 "ranks_per_row": -(-ranks.num_ranks // HEAT_ROWS),
                 "split": ranks.step_parts(),
+                "device_text": ranks.device_text(),
                 "speed": speed,
                 "as_of": status.late_age,
                 "device_bytes": device_bytes,

@@ -2,12 +2,13 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats
+from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, summarise_devices
 from kit.monitor.detectors import MIN_SAMPLES, TEST_MEDIANS, slowest_rank
 from kit.run.metrics import median
 
@@ -21,6 +22,14 @@ BY_CHANCE = 1e-5
 second, which is 86,400 times per day. Only 720 of these looks have no sample in common."""
 MAX_SPLIT_RANKS = 5
 """Largest number of ranks for which a view shows how long each part of a step takes."""
+DEVICE_TEXTS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "lowest_device_utilisation": ("lowest utilisation", "{:.0%}".format),
+    "highest_device_temperature_c": ("highest temperature", "{:.0f} °C".format),
+    "device_power_w": ("power of all", "{:,.0f} W".format),
+    "largest_device_memory_bytes": ("largest memory", lambda value: f"{value / 2**30:.1f} GiB"),
+}
+"""Words for each number about the devices and the function that formats it, by the name of the
+column of metrics.jsonl."""
 MAX_TIME_SHARE = 0.1
 """Largest fraction of a view's time that is spent on reading heartbeats. The heartbeats of many
 thousands of ranks are therefore read less often."""
@@ -137,6 +146,41 @@ class RankTimes:
             seconds[1] = max(0.0, seconds[1] - seconds[-1])
             rows.append({"rank": rank, "host": beat.host, "seconds": seconds})
         return rows
+
+    def device_facts(self) -> dict[str, Any]:
+        """Returns the numbers about the devices of all ranks in their newest heartbeats, by the
+        name of the column of metrics.jsonl. Each has `value`, `rank` and `host`, which are None for
+        the power, a sum over the devices. `problem` is the reason why a rank cannot read its
+        device. Returns {} on a CPU.
+        """
+        facts = dict[str, Any]()
+        for name, summary in summarise_devices(self.beats.values()).items():
+            rank = host = None
+            if summary.beat is not None:
+                rank, host = summary.beat.rank, summary.beat.host
+            facts[name] = {"value": summary.value, "rank": rank, "host": host}
+        problems = [beat for beat in self.beats.values() if beat.device_problem]
+        if problems:
+            first = min(problems, key=lambda beat: beat.rank)
+            facts["problem"] = f"rank {first.rank}: {first.device_problem}"
+        return facts
+
+    def device_text(self) -> str:
+        """Returns the facts about the devices as one line of text. Returns "" on a CPU."""
+        facts = self.device_facts()
+        texts = []
+        for name, (words, number) in DEVICE_TEXTS.items():
+            if name not in facts:
+                continue
+            fact = facts[name]
+            text = f"{words} {number(fact['value'])}"
+            if fact["rank"] is not None and self.num_ranks > 1:
+                where = f" on {fact['host']}" if fact["host"] else ""
+                text += f" (rank {fact['rank']}{where})"
+            texts.append(text)
+        if "problem" in facts:
+            texts.append(f"not read on {facts['problem']}")
+        return f"Devices: {'; '.join(texts)}" if texts else ""
 
     def _slowest(self) -> Straggler | None:
         """Tests the slowest rank in each window of WINDOWS. Returns the result with the smallest

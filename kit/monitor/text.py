@@ -56,11 +56,15 @@ def status_row(run: Run) -> dict[str, Any]:
 
     The values are state, reason, step, loss, speed, MFU, time left, checkpoints and scores.
     `unreadable` lists the checkpoint folders that this user has no permission to enter. `eval_s` is
-    the number of seconds for which the checkpoints were scored.
+    the number of seconds for which the checkpoints were scored. `devices` has the numbers about the
+    devices of all ranks, and is empty on a CPU.
     """
+    dashboard = Dashboard(run).read_all()
+    dashboard.run_view.ranks.read_heartbeats()
     return {
         "run": run.name,
-        **Dashboard(run).read_all().row(),
+        **dashboard.row(),
+        "devices": dashboard.run_view.ranks.device_facts(),
         "checkpoints": run.checkpoints.steps(),
         "unreadable": run.checkpoints.unreadable(),
         "scores": last_scores(run),
@@ -151,6 +155,8 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
         lines.append(Text(f"{verdict}.{_goodput(facts)}", style=style))
     if row["data"]:
         lines.append(Text(row["data"], style="dim"))
+    if facts["device_text"]:
+        lines.append(Text(facts["device_text"], style="dim"))
     return lines
 
 

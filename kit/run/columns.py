@@ -43,6 +43,10 @@ OPTIONAL_COLUMNS = (
     "reduction_s",
     "optimizer_s",
     "waiting_s",
+    "lowest_device_utilisation",
+    "highest_device_temperature_c",
+    "device_power_w",
+    "largest_device_memory_bytes",
 )
 """Columns that a run may lack."""
 NAMES: tuple[str, ...] = (*COLUMNS, *OPTIONAL_COLUMNS)
@@ -75,6 +79,13 @@ COLUMN_MEANINGS = {
     "optimizer_s": "duration of the optimizer's update on rank 0, in seconds (native engine)",
     "waiting_s": "seconds, within the other phases, for which rank 0 waited for other ranks;"
     " recorded on a CPU only",
+    "lowest_device_utilisation": "lowest utilisation of the devices of all ranks, from 0 to 1;"
+    " recorded about every 10 s",
+    "highest_device_temperature_c": "highest temperature of the devices of all ranks, in degrees"
+    " Celsius; recorded about every 10 s",
+    "device_power_w": "power of the devices of all ranks, in watts; recorded about every 10 s",
+    "largest_device_memory_bytes": "largest memory so far of the device of any rank, in bytes;"
+    " recorded about every 10 s",
 }
 """Meaning and unit of each column in NAMES. The trainer of the kit does not write `nan_steps` and
 `consumed_tokens`, which come from logs of other trainers."""

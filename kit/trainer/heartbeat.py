@@ -26,12 +26,14 @@ from cluster.heartbeats import (
     STEP_PHASES,
     RankHeartbeat,
     read_rank_heartbeats,
+    summarise_devices,
     write_all_heartbeats,
     write_rank_heartbeat,
 )
 from cluster.state import JobState, read_state, record_event, update_state
 from kit.run.alerts import Alert, AlertLog
 from kit.trainer.callback import Step
+from kit.trainer.device_readings import DeviceReader
 
 BEAT_EVERY_S = 1.0
 """Seconds between two heartbeats of a rank."""
@@ -99,6 +101,7 @@ class Heartbeat:
         group: CPU process group of all ranks.
         notices: notices of the attempt, of which the newest is written to state.json.
         wake: function that starts the next pass of the background thread at once.
+        device_reader: reader of this rank's device. None on a CPU.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Heartbeat:
         group: dist.ProcessGroup,
         notices: Notices,
         wake: Callable[[], None],
+        device_reader: DeviceReader | None = None,
     ) -> None:
         self.home = home
         self.directory = home.run_dir
@@ -115,6 +119,10 @@ class Heartbeat:
         self.group = group
         self.num_ranks = dist.get_world_size()
         self.wake = wake
+        self.device_reader = device_reader
+        self.device_row: dict[str, float] | None = None
+        """On rank 0, columns of metrics.jsonl about the devices of all ranks that are not yet in
+        the row of a step. None if there are none."""
         self.beat = RankHeartbeat(
             rank=dist.get_rank(),
             attempt=attempt,
@@ -160,6 +168,8 @@ class Heartbeat:
             "step_time_s": step.row["step_time_s"],
             "work_s": step.work_s,
         }
+        if self.device_reader is not None:
+            self.last["memory_bytes"] = step.row.get("memory_bytes")
 
     def end(self, state: JobState, reason: str, step: int) -> None:
         """Stores how training ended. On rank 0 the next call of `write_state` writes it to
@@ -244,7 +254,25 @@ class Heartbeat:
         # The deque is copied, since the training thread may add a step at the same time.
         columns = zip(*list(self.recent), strict=True)
         *parts_s, own_s = map(_median, columns) if self.recent else [None]
-        return self.beat.replace(**self.last, parts_s=tuple(parts_s), own_s=own_s)
+        device = {} if self.device_reader is None else self.device_reader.fields()
+        fields = {**self.last, **device}
+        return self.beat.replace(**fields, parts_s=tuple(parts_s), own_s=own_s)
+
+    def summarise_devices(self) -> None:
+        """Reads the newest heartbeats of all ranks, and stores columns about their devices for the
+        row of the next step. Only rank 0 calls it, every GATHER_EVERY_S seconds.
+        """
+        beats = read_rank_heartbeats(self.directory, self.beat.attempt)
+        summaries = summarise_devices(beats)
+        self.device_row = {name: summary.value for name, summary in summaries.items()}
+
+    def take_device_row(self) -> dict[str, float]:
+        """Returns the columns about the devices of all ranks, if `summarise_devices` was called
+        since the last call. Otherwise returns an empty dict.
+        """
+        row = self.device_row
+        self.device_row = None
+        return row or {}
 
     def store_heartbeat_times(self) -> None:
         """Stores the heartbeat times of all ranks, with which `silent_ranks` compares later. Does

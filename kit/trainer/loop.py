@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.directory_handle import RunDirectory
+from cluster.heartbeats import GATHER_EVERY_S
 from cluster.record import counted
 from cluster.state import JobState
 from kit.data import shares
@@ -32,6 +33,7 @@ from kit.trainer.bad_steps import BadStepPolicy
 from kit.trainer.batches import Batches
 from kit.trainer.callback import Callback, Step
 from kit.trainer.checkpoints import CheckpointManager, load_initial_weights
+from kit.trainer.device_readings import device_reader
 from kit.trainer.heartbeat import Heartbeat, Notices
 from kit.trainer.hook import Hook
 from kit.trainer.profiler import Profiler
@@ -90,8 +92,14 @@ class Trainer:
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl")
         self.requests = Requests(run.directory)
         self.notices = Notices(run.directory, attempt)
+        self.device_reader = device_reader(device)
         self.heartbeat = Heartbeat(
-            self.home, attempt, self.control, self.notices, self.background.wake
+            self.home,
+            attempt,
+            self.control,
+            self.notices,
+            self.background.wake,
+            self.device_reader,
         )
         dump_recorder = gpu.dump_flight_recorder if device.type == "cuda" else None
         self.watchdog = Watchdog(
@@ -237,6 +245,7 @@ class Trainer:
             self.telemetry.after_step(step)
             if stall_s := self.checkpoints.take_stall_s():
                 step.row["checkpoint_s"] = stall_s
+            step.row |= self.heartbeat.take_device_row()
             self.bad_steps.after_step(step)
             self.checkpoints.poll(step.number)
             for callback in self.callbacks:
@@ -409,6 +418,10 @@ class Trainer:
             background.add(self.heartbeat.write_answer)
         if self.rank == 0:
             background.add(self.heartbeat.write_state, beat_s)
+        if self.device_reader is not None:
+            self.device_reader.start()
+            if self.rank == 0:
+                background.add(self.heartbeat.summarise_devices, GATHER_EVERY_S)
         background.start()
 
     def _finish_background(self, limit_s: float) -> None:
@@ -418,6 +431,8 @@ class Trainer:
         self._write_rows()
         with self.watchdog.paused():
             self.background.finish(limit_s)
+        if self.device_reader is not None:
+            self.device_reader.end()
         if unwritten := self.metrics.num_unwritten:
             print(
                 f"WARNING: {counted(unwritten, 'line')} of metrics.jsonl could not be written and"

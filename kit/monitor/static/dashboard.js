@@ -119,6 +119,7 @@ function render({ model, el }) {
   // --- comparison with the predicted speed, and time of the run by category
   const verdict = make("p", "kit-verdict", root), goodput = make("div", "kit-goodput", root), shares = make("p", "kit-shares kit-muted", root);
   const mix = make("p", "kit-muted", root);
+  const devices = make("p", "kit-muted", root);
   goodput.setAttribute("role", "img");
 
   // --- controls
@@ -619,6 +620,8 @@ function render({ model, el }) {
     showSpeed(f.speed || {});
     mix.textContent = f.data || "";
     mix.hidden = !f.data;
+    devices.textContent = f.device_text || "";
+    devices.hidden = !f.device_text;
     showActions();
     showNotice();
     rankInput.max = f.ranks - 1;
