@@ -154,11 +154,8 @@ class RankTimes:
         device. Returns {} on a CPU.
         """
         facts = dict[str, Any]()
-        for name, summary in summarise_devices(self.beats.values()).items():
-            rank = host = None
-            if summary.beat is not None:
-                rank, host = summary.beat.rank, summary.beat.host
-            facts[name] = {"value": summary.value, "rank": rank, "host": host}
+        for name, summary in summarise_devices(map(vars, self.beats.values())).items():
+            facts[name] = dataclasses.asdict(summary)
         problems = [beat for beat in self.beats.values() if beat.device_problem]
         if problems:
             first = min(problems, key=lambda beat: beat.rank)

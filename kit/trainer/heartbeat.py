@@ -8,6 +8,7 @@ stores values in memory. The background thread (`kit.trainer.background`) calls 
 read or write files.
 """
 
+import json
 import os
 import statistics
 import sys
@@ -135,6 +136,8 @@ class Heartbeat:
         self.gathered: list[Any] | None = None
         """On rank 0, gathered heartbeats of all ranks that are not yet written. None if there are
         none."""
+        self.last_gathered: list[Any] = []
+        """On rank 0, heartbeats of all ranks that were gathered last, as JSON. Empty before."""
         self.last = dict[str, Any]()
         """Fields of RankHeartbeat that describe the last step. Each step stores a new dict, so that
         a change is seen by identity."""
@@ -241,6 +244,7 @@ class Heartbeat:
         lines: list[Any] | None = [None] * self.num_ranks if self.beat.rank == 0 else None
         dist.gather_object(self._newest().line, lines, dst=0, group=self.group)
         self.gathered = lines
+        self.last_gathered = lines or []
 
     def write_gathered(self) -> None:
         """Writes the heartbeats that rank 0 has gathered, unless they are already written."""
@@ -259,10 +263,13 @@ class Heartbeat:
         return self.beat.replace(**fields, parts_s=tuple(parts_s), own_s=own_s)
 
     def summarise_devices(self) -> None:
-        """Reads the newest heartbeats of all ranks, and stores columns about their devices for the
-        row of the next step. Only rank 0 calls it, every GATHER_EVERY_S seconds.
+        """Stores columns about the devices in the newest heartbeats of all ranks, for the row of
+        the next step. Only rank 0 calls it, every GATHER_EVERY_S seconds.
         """
-        beats = read_rank_heartbeats(self.directory, self.beat.attempt)
+        if self.is_gathered:
+            beats = [json.loads(line) for line in self.last_gathered]
+        else:
+            beats = list(map(vars, read_rank_heartbeats(self.directory, self.beat.attempt)))
         summaries = summarise_devices(beats)
         self.device_row = {name: summary.value for name, summary in summaries.items()}
 
