@@ -9,6 +9,7 @@ by the PCI address that torch reports, so the environment variables that select 
 matter.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from cluster.heartbeats import MAX_DEVICE_VALUE
 from cluster.record import counted
 from kit.errors import install_command
 
@@ -76,8 +78,9 @@ class DeviceReader:
         """Number of readings so far that failed or that the driver did not answer in time."""
         self._problem: str | None = None
         self._has_printed = False
-        self._newest: tuple[float, DeviceReading] | None = None
-        """Newest reading with the time of `time.monotonic` at which it arrived."""
+        self._newest: tuple[float, dict[str, float]] | None = None
+        """Fields of a heartbeat from the newest reading, with the time of `time.monotonic` at which
+        it arrived."""
         self._waits_since: float | None = None
         """Time of `time.monotonic` at which the present call of the driver began. None between two
         calls."""
@@ -102,8 +105,7 @@ class DeviceReader:
         newest = self._newest
         waits_since = self._waits_since
         if newest is not None and now - newest[0] <= OLDEST_S:
-            values = dataclasses.asdict(newest[1])
-            return {name: value for name, value in values.items() if value is not None}
+            return dict(newest[1])
         if waits_since is not None and now - waits_since > OLDEST_S:
             problem = f"the driver of the device has not answered for {OLDEST_S:.0f} s"
             self.num_errors += self._problem != problem
@@ -118,8 +120,8 @@ class DeviceReader:
             try:
                 if read is None:
                     read = self.open_device()
-                reading = read()
-                self._newest = (time.monotonic(), reading)
+                fields = heartbeat_fields(read())
+                self._newest = (time.monotonic(), fields)
                 self._problem = None
                 wait_s = READ_EVERY_S
             except NotInstalledError as error:
@@ -139,6 +141,24 @@ class DeviceReader:
         if not self._has_printed:
             self._has_printed = True
             _print(f"{problem}. Training continues without utilisation, power and temperature.")
+
+
+def heartbeat_fields(reading: DeviceReading) -> dict[str, float]:
+    """Returns the known values of a reading as fields of `cluster.heartbeats.RankHeartbeat`.
+
+    Raises:
+        ValueError: A value is no possible number. A heartbeat would refuse it, which must not end
+            training.
+    """
+    fields = dict[str, float]()
+    for name, value in dataclasses.asdict(reading).items():
+        if value is None:
+            continue
+        number = float(value)
+        if not abs(number) < MAX_DEVICE_VALUE:
+            raise ValueError(f"{name} is {number:g}")
+        fields[name] = int(number) if name == "memory_bytes" else number
+    return fields
 
 
 def device_reader(device: torch.device) -> DeviceReader | None:
@@ -299,4 +319,5 @@ def _number(value: Any) -> float | None:
 
 def _print(text: str) -> None:
     """Prints a line into the log of this rank."""
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # A full disk must not end training.
+        print(f"WARNING: {text}", file=sys.stderr, flush=True)

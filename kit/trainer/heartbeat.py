@@ -165,14 +165,15 @@ class Heartbeat:
         # The rank's own work is known only if the time of waiting for other ranks was measured.
         work_s = step.work_s if "waiting_s" in step.row else None
         self.recent.append([*map(step.row.get, STEP_PHASES), work_s])
+        # On a CPU, the column has the memory of the process, which is not memory of a device.
+        memory_bytes = step.row.get("memory_bytes") if self.device_reader else None
         self.last = {
             "step": step.number,
             "time": time.time(),
             "step_time_s": step.row["step_time_s"],
             "work_s": step.work_s,
+            "memory_bytes": memory_bytes,
         }
-        if self.device_reader is not None:
-            self.last["memory_bytes"] = step.row.get("memory_bytes")
 
     def end(self, state: JobState, reason: str, step: int) -> None:
         """Stores how training ended. On rank 0 the next call of `write_state` writes it to

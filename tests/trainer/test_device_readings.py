@@ -22,6 +22,7 @@ from kit.trainer.device_readings import (
     DeviceReader,
     DeviceReading,
     device_reader,
+    heartbeat_fields,
     neuron_reading,
     pci_address,
 )
@@ -191,6 +192,13 @@ def test_gpu_that_driver_does_not_know_is_a_problem(drivers, monkeypatch, starte
     assert "code 6" in first_fields(started(device_reader(GPU)))["device_problem"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), 2**70, "N/A", 10**400])
+def test_impossible_value_is_an_error_of_the_reading(value, started):
+    """A heartbeat with such a value would raise an error in the training thread."""
+    reader = started(DeviceReader(lambda: lambda: DeviceReading(memory_bytes=value)))
+    assert "cannot be read" in first_fields(reader)["device_problem"]
+
+
 def test_old_values_are_not_reported_while_driver_hangs(monkeypatch, started, capsys):
     """The second call of the driver hangs. `fields`, which heartbeats call, never waits."""
     monkeypatch.setattr(device_readings, "OLDEST_S", 0.2)
@@ -222,7 +230,7 @@ def test_heartbeat_has_values_of_device(tmp_path, monkeypatch):
     step.row |= {"step_time_s": 1.0, "memory_bytes": 5 * 2**30}
     heartbeat.after_step(step)
     reading = DeviceReading(utilisation=0.9, power_w=650.0, temperature_c=61)
-    reader._newest = (time.monotonic(), reading)
+    reader._newest = (time.monotonic(), heartbeat_fields(reading))
     heartbeat.write()
     (beat,) = read_rank_heartbeats(tmp_path, 1)
     assert (beat.utilisation, beat.power_w, beat.temperature_c) == (0.9, 650.0, 61)
