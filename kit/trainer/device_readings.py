@@ -11,7 +11,6 @@ matter.
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -168,7 +167,8 @@ def device_reader(device: torch.device) -> DeviceReader | None:
     if device.type != "cuda":
         return None
     open_gpu = open_nvidia_device if torch.version.hip is None else open_amd_device
-    return DeviceReader(functools.partial(open_gpu, pci_address(device)))
+    # The thread asks torch for the address, so that an error there does not end training.
+    return DeviceReader(lambda: open_gpu(pci_address(device)))
 
 
 def pci_address(device: torch.device) -> str:
