@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ OLDEST_S = 15.0
 """Largest age, in seconds, of a reading that a heartbeat reports. A call of the driver that takes
 longer hangs. `neuron-monitor` writes a line every 5 s."""
 
-Read = Callable[[], "DeviceReading"]
+Readings = Generator["DeviceReading"]
+"""Readings of one device. Each `next` calls the driver. `close` releases what the driver needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +68,11 @@ class DeviceReader:
     """Reads the device of a rank every READ_EVERY_S seconds in a thread, once `start` was called.
 
     Args:
-        open_device: function that returns the function which reads the device. The thread calls
-            both.
+        open_device: generator function of the readings of the device. The generator runs in the
+            thread.
     """
 
-    def __init__(self, open_device: Callable[[], Read]) -> None:
+    def __init__(self, open_device: Callable[[], Readings]) -> None:
         self.open_device = open_device
         self.num_errors = 0
         """Number of readings so far that failed or that the driver did not answer in time."""
@@ -112,14 +113,14 @@ class DeviceReader:
         return {"device_problem": self._problem} if self._problem else {}
 
     def _run(self) -> None:
-        read: Read | None = None
+        readings: Readings | None = None
         wait_s = 0.0
         while not self._is_ended.wait(wait_s):
             self._waits_since = time.monotonic()
             try:
-                if read is None:
-                    read = self.open_device()
-                fields = heartbeat_fields(read())
+                if readings is None:
+                    readings = self.open_device()
+                fields = heartbeat_fields(next(readings))
                 self._newest = (time.monotonic(), fields)
                 self._problem = None
                 wait_s = READ_EVERY_S
@@ -129,10 +130,14 @@ class DeviceReader:
                 return
             except Exception as error:  # The packages have their own classes of errors.
                 self.num_errors += 1
-                read = None
+                if readings is not None:
+                    readings.close()
+                readings = None
                 wait_s = RETRY_EVERY_S
                 self._report(f"the device cannot be read: {' '.join(str(error).split())}")
             self._waits_since = None
+        if readings is not None:
+            readings.close()
 
     def _report(self, problem: str) -> None:
         """Stores a problem for the next heartbeats, and prints the first problem of the attempt."""
@@ -163,12 +168,12 @@ def heartbeat_fields(reading: DeviceReading) -> dict[str, float]:
 def device_reader(device: torch.device) -> DeviceReader | None:
     """Returns the reader of a rank's device. Returns None on a CPU, which has no such values."""
     if device.type == "xla":
-        return DeviceReader(open_neuron_device)
+        return DeviceReader(read_neuron_device)
     if device.type != "cuda":
         return None
-    open_gpu = open_nvidia_device if torch.version.hip is None else open_amd_device
+    read_gpu = read_nvidia_device if torch.version.hip is None else read_amd_device
     # The thread asks torch for the address, so that an error there does not end training.
-    return DeviceReader(lambda: open_gpu(pci_address(device)))
+    return DeviceReader(lambda: read_gpu(pci_address(device)))
 
 
 def pci_address(device: torch.device) -> str:
@@ -178,9 +183,9 @@ def pci_address(device: torch.device) -> str:
     return f"{domain:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def open_nvidia_device(address: str) -> Read:
-    """Returns the function that reads the NVIDIA GPU with this PCI address through NVML. For a part
-    of a GPU (MIG), it reads power and temperature of the whole GPU.
+def read_nvidia_device(address: str) -> Readings:
+    """Yields readings of the NVIDIA GPU with this PCI address through NVML. For a part of a GPU
+    (MIG), power and temperature are those of the whole GPU.
 
     Raises:
         NotInstalledError: nvidia-ml-py is not installed.
@@ -198,20 +203,18 @@ def open_nvidia_device(address: str) -> Read:
                 return None
             raise
 
-    def read() -> DeviceReading:
+    while True:
         rates = supported(nvml.nvmlDeviceGetUtilizationRates)
         milliwatts = supported(nvml.nvmlDeviceGetPowerUsage)
-        return DeviceReading(
+        yield DeviceReading(
             utilisation=None if rates is None else rates.gpu / 100,
             power_w=None if milliwatts is None else milliwatts / 1000,
             temperature_c=supported(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
         )
 
-    return read
 
-
-def open_amd_device(address: str) -> Read:
-    """Returns the function that reads the AMD GPU or GCD with this PCI address through AMD SMI.
+def read_amd_device(address: str) -> Readings:
+    """Yields readings of the AMD GPU or GCD with this PCI address through AMD SMI.
 
     Raises:
         NotInstalledError: amdsmi is not installed.
@@ -235,7 +238,7 @@ def open_amd_device(address: str) -> Read:
                 return None
             raise
 
-    def read() -> DeviceReading:
+    while True:
         activity = supported(smi.amdsmi_get_gpu_activity) or {}
         percent = _number(activity.get("gfx_activity"))
         power = supported(smi.amdsmi_get_power_info) or {}
@@ -244,28 +247,27 @@ def open_amd_device(address: str) -> Read:
         names = ("current_socket_power", "average_socket_power")
         watts = next(filter(None, (_number(power.get(name)) for name in names)), None)
         temperatures = (supported(smi.amdsmi_get_temp_metric, each, current) for each in sensors)
-        return DeviceReading(
+        yield DeviceReading(
             utilisation=None if percent is None else percent / 100,
             power_w=watts,
             temperature_c=next(filter(None, temperatures), None),
         )
 
-    return read
 
-
-def open_neuron_device() -> Read:
-    """Returns the function that reads the NeuronCores of this process from the next line of
-    `neuron-monitor`. The tool reports neither power nor temperature. The program ends when this
-    process ends, since its output can then no longer be written.
+def read_neuron_device() -> Readings:
+    """Yields readings of the NeuronCores of this process from the lines of `neuron-monitor`. The
+    tool reports neither power nor temperature.
 
     Raises:
         NotInstalledError: `neuron-monitor` is not on the PATH.
+        RuntimeError: `neuron-monitor` has ended.
     """
     program = shutil.which("neuron-monitor")
     if program is None:
         raise NotInstalledError(
             "neuron-monitor is not on the PATH. Install the package aws-neuronx-tools"
         )
+    # If this process is killed, the program ends too, since its output can no longer be written.
     process = subprocess.Popen(
         [program],
         stdin=subprocess.DEVNULL,
@@ -273,15 +275,14 @@ def open_neuron_device() -> Read:
         stderr=subprocess.DEVNULL,
     )
     assert process.stdout is not None
-    lines = process.stdout
-
-    def read() -> DeviceReading:
-        line = lines.readline()
-        if not line:
-            raise RuntimeError(f"neuron-monitor has ended with exit code {process.wait()}")
-        return neuron_reading(json.loads(line), os.getpid())
-
-    return read
+    try:
+        for line in process.stdout:
+            yield neuron_reading(json.loads(line), os.getpid())
+        raise RuntimeError(f"neuron-monitor has ended with exit code {process.wait()}")
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
 
 
 def neuron_reading(report: dict[str, Any], pid: int) -> DeviceReading:

@@ -13,7 +13,7 @@ import pytest
 from cluster.heartbeats import read_rank_heartbeats
 from kit.run import Run
 from kit.trainer import device_readings, heartbeat, loop
-from kit.trainer.device_readings import DeviceReader, DeviceReading, Read
+from kit.trainer.device_readings import DeviceReader, DeviceReading, Readings
 from tests.support.attempts import Attempt
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,17 +26,15 @@ def with_driver(out: Path, max_files: int) -> Callable[[int], None]:
     """
 
     def sabotage(rank: int) -> None:
-        def open_device() -> Read:
+        def readings() -> Readings:
             if rank == 1:
                 threading.Event().wait()
-            return read
+            while True:
+                with out.open("a") as stream:
+                    stream.write(json.dumps(threading.current_thread().name) + "\n")
+                yield READING
 
-        def read() -> DeviceReading:
-            with out.open("a") as stream:
-                stream.write(json.dumps(threading.current_thread().name) + "\n")
-            return READING
-
-        loop.device_reader = lambda device: DeviceReader(open_device)
+        loop.device_reader = lambda device: DeviceReader(readings)
         loop.GATHER_EVERY_S = heartbeat.GATHER_EVERY_S = 0.1
         heartbeat.BEAT_EVERY_S = device_readings.READ_EVERY_S = 0.1
         heartbeat.MAX_RANKS_WITH_FILES = max_files

@@ -21,6 +21,7 @@ from kit.trainer import device_readings
 from kit.trainer.device_readings import (
     DeviceReader,
     DeviceReading,
+    Readings,
     device_reader,
     heartbeat_fields,
     neuron_reading,
@@ -83,6 +84,12 @@ def started(monkeypatch):
 def first_fields(reader: DeviceReader) -> dict[str, Any]:
     assert eventually(reader.fields, 30)
     return reader.fields()
+
+
+def always(reading: DeviceReading) -> Readings:
+    """Yields the same reading without end."""
+    while True:
+        yield reading
 
 
 def test_cpu_has_no_device_reader():
@@ -195,7 +202,7 @@ def test_gpu_that_driver_does_not_know_is_a_problem(drivers, monkeypatch, starte
 @pytest.mark.parametrize("value", [float("nan"), 2**70, "N/A", 10**400])
 def test_impossible_value_is_an_error_of_the_reading(value, started):
     """A heartbeat with such a value would raise an error in the training thread."""
-    reader = started(DeviceReader(lambda: lambda: DeviceReading(memory_bytes=value)))
+    reader = started(DeviceReader(lambda: always(DeviceReading(memory_bytes=value))))
     assert "cannot be read" in first_fields(reader)["device_problem"]
 
 
@@ -203,15 +210,13 @@ def test_old_values_are_not_reported_while_driver_hangs(monkeypatch, started, ca
     """The second call of the driver hangs. `fields`, which heartbeats call, never waits."""
     monkeypatch.setattr(device_readings, "OLDEST_S", 0.2)
     release = threading.Event()
-    calls: list[int] = []
 
-    def read() -> DeviceReading:
-        calls.append(1)
-        if len(calls) == 2:
-            release.wait(60)
-        return DeviceReading(utilisation=0.5)
+    def readings() -> Readings:
+        yield DeviceReading(utilisation=0.5)
+        release.wait(60)
+        yield from always(DeviceReading(utilisation=0.5))
 
-    reader = started(DeviceReader(lambda: read))
+    reader = started(DeviceReader(readings))
     assert first_fields(reader) == {"utilisation": 0.5}
     assert eventually(lambda: "device_problem" in reader.fields(), 30)
     assert "has not answered" in reader.fields()["device_problem"]
@@ -223,7 +228,7 @@ def test_old_values_are_not_reported_while_driver_hangs(monkeypatch, started, ca
 def test_heartbeat_has_values_of_device(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    reader = DeviceReader(lambda: lambda: DeviceReading())
+    reader = DeviceReader(lambda: always(DeviceReading()))
     home, notices = RunDirectory(tmp_path), Notices(tmp_path, 1)
     heartbeat = Heartbeat(home, 1, dist.group.WORLD, notices, lambda: None, reader)
     step = done()
