@@ -34,7 +34,9 @@ from kit.estimate.choose.search import (
     interval_text,
     search,
 )
+from kit.estimate.fit import published
 from kit.estimate.fit.calibrate import published_calibration
+from kit.estimate.fit.store import causal_mfu
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import CODES, DEGREES, EXCHANGES, RECOMPUTE, SCHEDULES, Layouts
@@ -626,6 +628,36 @@ def test_nvfp4_plan_names_run_and_peak_of_its_format():
     assert "of the peak" not in dict(wide.facts())["rate"]
     bf16, fp8 = (measured_mfu("NVIDIA H100-SXM5-80GB", name) for name in ("bf16", "fp8"))
     assert bf16 and fp8 and bf16 < 0.5 and fp8 > 0.8
+
+
+def test_causal_mfu_leaves_out_half_of_attention():
+    """Llama-3-8B of OLMo-core: 9,500 tokens/s on one H100 with sequences of 4,096 tokens."""
+    (run,) = (run for run in published.load() if run.spec.name == "Llama-3-8B")
+    matrices = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 100_352 * 4096
+    executed = 6 * matrices + 6 * 32 * 4096 * 4096
+    rate, peak = run.flops_per_s(), run.peak_flops_per_s
+    assert rate and peak
+    mfu = causal_mfu(rate / peak, run.spec)
+    assert mfu == pytest.approx(9500 * executed / peak, rel=1e-3) and 0.45 < mfu < 0.46
+
+
+def test_plan_is_compared_with_published_mfu_of_other_sequence_lengths(monkeypatch):
+    """With 8,192 tokens, a larger share of the counted FLOPs is attention, of which a device
+    executes half. The MFU is above that of the published runs with 4,096 tokens. Without masked
+    pairs of tokens it is below.
+    """
+    question: dict[str, Any] = dict(site="dgx-h100", devices=64, batch=1024, count=1)
+    answer = plan_report("llama3-8b", **question).chosen
+    highest = measured_mfu("NVIDIA H100-SXM5-80GB", "bf16")
+    causal = measured_mfu("NVIDIA H100-SXM5-80GB", "bf16", is_causal=True)
+    assert highest and causal
+    mfu = answer.row["mfu"]
+    assert causal_mfu(mfu, answer.search.spec) < causal < highest < mfu
+    facts = answer.explain().warnings
+    assert not any("published runs on this device" in text for text in facts)
+    monkeypatch.setattr(explain, "measured_mfu", lambda *_, **__: 0.4)
+    (warning,) = [t for t in answer.explain().warnings if "published runs on this device" in t]
+    assert "above the 40.0%" in warning
 
 
 def test_plan_with_muon_needs_less_memory_and_more_time():

@@ -74,15 +74,17 @@ def nearest_run(
     )
 
 
-def measured_mfu(device: str, precision: str) -> float | None:
+def measured_mfu(device: str, precision: str, *, is_causal: bool = False) -> float | None:
     """Returns the highest MFU of published runs on a device, as a fraction of the bf16 peak.
     Returns None if there is no comparable run.
 
     If `precision` is narrower than bf16, only runs in a narrower precision are comparable.
-    Otherwise only runs in 16 bits or more are comparable.
+    Otherwise only runs in 16 bits or more are comparable. With `is_causal`, the FLOPs that the
+    causal mask excludes are not counted (`causal_mfu`).
     """
     width = "narrow" if precision in NARROW else "wide"
-    return _run_table()["highest_mfu"].get(device, {}).get(width)
+    table = "highest_causal_mfu" if is_causal else "highest_mfu"
+    return _run_table()[table].get(device, {}).get(width)
 
 
 @cache
