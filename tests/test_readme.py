@@ -50,11 +50,34 @@ def test_readme_plan_is_not_faster_than_published_runs() -> None:
     assert mfu and highest and float(mfu[1]) / 100 <= highest
 
 
-def test_readme_prediction_sentence_is_current():
-    """The sentence below the plan has the measured times that were published, and a prediction by a
-    planner model fitted without these runs.
+def test_readme_sentence_below_the_plan_is_current() -> None:
+    """The sentence has the predicted step time of the plan, the highest published MFU on H100, and
+    the step time of one published run, measured and predicted by a fit without this run.
     """
     sentence = re.search(r"^Predicted: ([\d.]+) s.*?\n\n", TEXT, re.M | re.S)
+    step = re.search(r"^step +([\d.]+) s", TEXT, re.M)
+    assert sentence and step
+    assert float(sentence[1]) == pytest.approx(float(step[1]), abs=0.005)
+    runs = published.of_site("dgx-h100")
+    assert f"contains {len(runs)} published" in sentence[0]
+    wide = [run for run in runs if run.precision == "bf16"]
+    fastest = max(wide, key=lambda run: run.flops_per_s() or 0.0)
+    highest = measured_mfu("NVIDIA H100-SXM5-80GB", "bf16")
+    assert f"{highest:.1%}".replace("%", " %") in sentence[0]
+    assert f"({fastest.spec.name} on {fastest.num_devices} H100" in sentence[0].replace("\n", " ")
+    (olmo,) = (run for run in runs if run.spec.name == "Llama-3-8B")
+    others = calibrate([run for run in runs if run is not olmo], Site.load("dgx-h100"))
+    without_s = others.predict(olmo.layouts()).total_s.item()
+    measured, predicted = re.findall(r"([\d.]+) s (?:measured|predicted)", sentence[0])
+    assert float(measured) == pytest.approx(olmo.step_time_s, abs=0.05)
+    assert float(predicted) == pytest.approx(without_s, abs=0.05)
+
+
+def test_readme_sentence_about_hlat_is_current():
+    """The sentence has the measured times that were published, and a prediction by a planner model
+    fitted without these runs.
+    """
+    sentence = re.search(r"^For HLAT-70B on .*?\n\n", TEXT, re.M | re.S)
     assert sentence
     told = [float(number) for number in re.findall(r"([\d.]+) s\b", sentence[0])]
     site, recipe = Site.load("trn1.32xlarge"), published_recipe("hlat-70b")
