@@ -14,7 +14,7 @@ from cluster.record import ConfigError, counted, html_table
 from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
-from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
+from kit.estimate.fit.measured_rows import AnyRun, hardware_of, rows_of_any, site_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.fit.stored import stored_results
 from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
@@ -254,7 +254,7 @@ def calibrate(
     if runs:
         rows = rows_of_any(runs, site, hardware)
         found = fitting.fit(rows, prior)
-        hardware = hardware or rows.hardware.select(0)
+        hardware = hardware or _wide_hardware(runs[0], rows, site)
     elif site is None and hardware is None:
         raise ConfigError(
             "calibrate: neither runs nor a site are given. Give at least one of them."
@@ -267,6 +267,16 @@ def calibrate(
     derived = sum(isinstance(run, PublishedRun) and run.is_derived for run in runs)
     misfit = max(calibration.misfit, LOCAL_MISFIT) if is_local else calibration.misfit
     return dataclasses.replace(calibration, num_derived=derived, misfit=misfit)
+
+
+def _wide_hardware(first: AnyRun, rows: Rows, site: Site | None) -> Hardware:
+    """Returns the hardware of the first run. If this run used a format narrower than bf16, returns
+    that of its site in bf16, so that predictions do not depend on the order of the runs.
+    """
+    hardware = rows.hardware.select(0)
+    if site is None and isinstance(first, PublishedRun):
+        site = first.site()
+    return Hardware.of(site) if site is not None and hardware.is_narrow.any() else hardware
 
 
 def _local(prior: Prior) -> Prior:
@@ -284,7 +294,7 @@ def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
     """
     others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
     predicted = [
-        calibrate(o, site).predict(run.layouts()).total_s.item()
+        calibrate(o, site).predict(run.layouts(), hardware_of(run, site)).total_s.item()
         for o, run in zip(others, runs, strict=True)
     ]
     return np.array(predicted) / published.measured_step_seconds(runs)

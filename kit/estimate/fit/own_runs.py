@@ -12,7 +12,7 @@ import numpy as np
 from cluster.record import ConfigError, counted
 from cluster.site import OwnRun, Site
 from kit.estimate.fit import published
-from kit.estimate.fit.measured_rows import AnyRun, median_step_times
+from kit.estimate.fit.measured_rows import AnyRun, hardware_of, median_step_times
 from kit.estimate.fit.stored import stored_results
 from kit.estimate.theory.layouts import Array
 
@@ -158,7 +158,7 @@ def extrapolations() -> dict[str, list[float]]:
             found = calibrate(small, runs[0].site())
             fitted_devices = max(run.num_devices for run in small)
             for run in large:
-                predicted: Array = found.predict(run.layouts()).total_s
+                predicted: Array = found.predict(run.layouts(), hardware_of(run)).total_s
                 ratios.append(run.num_devices / fitted_devices)
                 errors.append(float(predicted[0]) / run.step_time_s - 1)
     return {
