@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 
 from cluster.job import log_file, read_status
-from cluster.state import read_exit, read_state
+from cluster.state import JobError, read_exit, read_state
 from kit.data import mix_text
 from kit.errors import ConfigError, RunError
 from kit.monitor.alerts import ROWS_PER_LOOK, peak_advice
 from kit.monitor.curves import SERIES, Curves, PlotRange
+from kit.monitor.export import tracker_address
+from kit.monitor.notes import notes_are_editable, read_notes, write_notes
 from kit.monitor.run_view import RunView, site_written_at
+from kit.monitor.settings import settings_table
 from kit.run import Run
 from kit.run.columns import COLUMN_MEANINGS, Columns, parse_row
 from kit.run.metrics import Metrics, last_step_values, time_left_s
@@ -43,8 +46,8 @@ class Dashboard:
 
     Args:
         run: run before, during or after training.
-        baselines: comparisons by name: other runs, which are drawn as dashed curves, or losses in
-            nats per token, which are drawn as dashed horizontal lines.
+        baselines: comparisons by name: other runs, which are drawn as dashed curves in all charts,
+            or losses in nats per token, which are drawn as dashed horizontal lines.
         smoothing: weight of past values in the moving averages, from 0 to below 1.
     """
 
@@ -67,11 +70,16 @@ class Dashboard:
         """Names of the series whose charts are shown."""
         self.log_rank = 0
         self.log_search = ""
+        self.notes_error = ""
+        """Reason why the last text for the notes was not stored. Empty if it was stored."""
         self.status = read_status(run.directory)
         written_at = site_written_at(run.directory)
         self.run_view = RunView(
             run, self.status.attempt, written_at, self.lock, smoothing=smoothing
         )
+
+        self.settings = self._settings()
+        """Settings of the run and of the baseline runs (`kit.monitor.settings.settings_table`)."""
 
     @property
     def run(self) -> Run:
@@ -142,6 +150,24 @@ class Dashboard:
             names = self.curves.further_names()
         return [{"key": name, "meaning": COLUMN_MEANINGS.get(name, "")} for name in names]
 
+    def write_notes(self, text: str) -> None:
+        """Stores a text as the notes of the run. If it is refused, `notes` gives the reason."""
+        self.notes_error = ""
+        try:
+            write_notes(self.run, text)
+        except (ConfigError, JobError, OSError) as error:
+            self.notes_error = str(error)
+
+    def notes(self) -> dict[str, Any]:
+        """Returns the text of the run's notes, whether this user may edit them, and the reason why
+        the last text was not stored.
+        """
+        return {
+            "text": read_notes(self.run.directory),
+            "is_editable": notes_are_editable(self.run),
+            "error": self.notes_error,
+        }
+
     def select_log(self, rank: int = 0, search: str = "") -> None:
         """Selects the text that the method `log` returns: the end of a rank's log. If `search` is
         given, it is the lines of this log that contain `search`.
@@ -171,8 +197,8 @@ class Dashboard:
 
         - minimum, maximum and line (`Curves.line`) of each series in `charts` of the description;
         - largest validation loss;
-        - moving average of the loss of each baseline run;
-        - loss of each baseline run, at its last step up to this x.
+        - for each series in `charts`, two rows of each baseline run: its line, and its value at the
+          last step up to this x.
         """
         with self.lock:
             known = (*SERIES, *self.curves.further_names())
@@ -180,10 +206,9 @@ class Dashboard:
             x, rows = self.curves.window((*charts, "validation_loss"), plot_range)
             *rows_of_series, _, largest_validation_loss, _ = rows
             rows = [*rows_of_series, largest_validation_loss]
-            for other in self.baseline_curves.values():
-                rows.append(_average_loss_at(other, plot_range.axis, x))
-            for other in self.baseline_curves.values():
-                rows.append(_loss_at(other, plot_range.axis, x))
+            for name in charts:
+                for other in self.baseline_curves.values():
+                    rows += _values_at(other, name, plot_range.axis, x)
             description = {
                 "charts": charts,
                 "smoothed": [name for name in charts if self.curves.is_smoothed(name)],
@@ -236,6 +261,8 @@ class Dashboard:
             state = read_state(run.directory)
             process = state.process if state else None
             host = process.host if process else None
+            job = state.scheduler_job if state else None
+            job_id = f"{job.scheduler} job {job.id}" if job else None
             memory = run.site.device.memory_bytes
             device_bytes = memory.value if memory else None
             straggler = str(ranks.slowest) if ranks.slowest else None
@@ -256,6 +283,8 @@ class Dashboard:
                 "directory": str(run.directory),
                 "final": status.state.is_final,
                 "host": host,
+                "job_id": job_id,
+                "tracker": tracker_address(run.directory),
                 "devices": run.plan.num_devices,
                 "checkpoints": run.checkpoints.steps()[-3:],
                 "unreadable_note": _unreadable_note(run),
@@ -394,7 +423,12 @@ class Dashboard:
             return
         with self.lock:
             self.run_view = RunView(run, attempt, written_at, self.lock, earlier=view)
+            self.settings = self._settings()
             self.read()
+
+    def _settings(self) -> dict[str, Any]:
+        others = {name: curves.run for name, curves in self.baseline_curves.items()}
+        return settings_table(self.run, others)
 
 
 def complete_dashboard(run: Run) -> Dashboard:
@@ -450,27 +484,17 @@ def hook_text(run: Run) -> str:
     return f"hook: {', '.join(numbers) or 'nothing'}"
 
 
-def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns the moving average of another run's loss at each position in `x`. NaN outside the
-    range of that run. `axis` is "step", "tokens" or "time".
-    """
-    average = other.average("loss")
-    known = np.isfinite(average)
-    if not known.any():
-        return np.full(len(x), np.nan)
-    return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
-
-
-def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns the loss of another run at each position in `x`: the loss of its last step up to this
-    position. NaN before the first and after the last step of that run. `axis` is "step", "tokens"
-    or "time".
+def _values_at(other: Curves, name: str, axis: str, x: np.ndarray) -> list[np.ndarray]:
+    """Returns [line, values] of a series of another run at each position in `x`. The line is
+    interpolated. A value is the value of the last step up to the position. Both are NaN outside the
+    range of that run, and for a series that it does not have. `axis` is "step", "tokens" or "time".
     """
     places = other[axis]
-    if not len(places):
-        return np.full(len(x), np.nan)
+    if not len(places) or name not in (*SERIES, *other.further_names()):
+        return [np.full(len(x), np.nan)] * 2
+    line = np.interp(x, places, other.line(name), left=np.nan, right=np.nan)
     rows = np.searchsorted(places, x, side="right") - 1
-    return np.where((rows >= 0) & (x <= places[-1]), other["loss"][rows], np.nan)
+    return [line, np.where((rows >= 0) & (x <= places[-1]), other[name][rows], np.nan)]
 
 
 def _last(values: np.ndarray) -> float | None:

@@ -38,6 +38,8 @@ WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
 """Columns that identify a row of metrics.jsonl. They are not copied to a sink as numbers of the
 step."""
+LONGEST_ADDRESS = 300
+"""Largest number of characters of a web address that the dashboard shows."""
 FIRST_EXTRA_COLUMN = "consumed_tokens"
 """Name of the column that comes first, in an exported table, among the columns that not every run
 records. The other ones follow in alphabetical order."""
@@ -173,6 +175,10 @@ def copy_metrics(
                     sink.write(row["attempt"], row["step"], _time(row), values)
                 copied.update(row["attempt"] for row in rows)
                 skipped += torn
+                if sink.address != state.address:
+                    # The dashboard shows the address while the copying goes on.
+                    state = state.replace(address=sink.address)
+                    state.write(folder / "sink.json")
             for attempt, step, values in scores.read():
                 sink.write(attempt, step, None, values)
             if is_last or not run.directory.is_dir():
@@ -274,6 +280,22 @@ class SinkState(Record):
         " equal name",
         default="",
     )
+    address: str = field_doc(
+        "web address of the newest attempt in the tracker; empty for a tracker without a web page",
+        default="",
+    )
+
+
+def tracker_address(directory: Path) -> str:
+    """Returns the web address of a run in wandb. Returns "" if the run was not copied to a server
+    of wandb, or if the stored text is no web address in printable characters.
+    """
+    try:
+        address = SinkState.read(directory / "wandb" / "sink.json").address
+    except ConfigError:
+        return ""
+    is_web = address.startswith(("https://", "http://")) and len(address) <= LONGEST_ADDRESS
+    return address if is_web and address.isprintable() and " " not in address else ""
 
 
 def _next_start(folder: Path) -> SinkState:
@@ -306,6 +328,9 @@ def _time(row: dict[str, Any]) -> float | None:
 class Sink(Protocol):
     """Interface of a writer that copies the steps of a run to an experiment tracker."""
 
+    address: str
+    """Web address of the attempt that was opened last. Empty if it has no web page."""
+
     def write(
         self, attempt: int, step: int, time_s: float | None, values: dict[str, float]
     ) -> None:
@@ -331,6 +356,7 @@ class TensorBoardSink:
             self.event = import_module("tensorboard.compat.proto.event_pb2").Event
             self.summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
             writers = import_module("tensorboard.summary.writer.event_file_writer")
+        self.address = ""
         self.folder = folder
         self.open_writer = writers.EventFileWriter
         self.writers: dict[int, Any] = {}
@@ -376,6 +402,7 @@ class WandbSink:
         self.run = run
         self.folder = folder
         self.state = state
+        self.address = state.address
         self.attempts: dict[int, Any] = {}
 
     def write(
@@ -383,6 +410,8 @@ class WandbSink:
     ) -> None:
         if attempt not in self.attempts:
             self.attempts[attempt] = self._open(attempt)
+            # wandb has no address for a run that it stores offline.
+            self.address = self.attempts[attempt].url or ""
         wall_time = {} if time_s is None else {"time": time_s}
         self.attempts[attempt].log({"step": step, "attempt": attempt, **wall_time, **values})
 

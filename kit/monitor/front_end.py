@@ -30,7 +30,7 @@ def scoped(css: str, root: str) -> str:
 
 
 # The chart library uPlot (MIT licence) comes first, since the other scripts use it.
-SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "svg.js", "dashboard.js")
 DASHBOARD_SCRIPT = ";\n".join((STATIC / name).read_text() for name in SCRIPTS)
 """JavaScript module that draws the dashboard. Its default export has the function `render`."""
 DASHBOARD_STYLE = (

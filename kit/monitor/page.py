@@ -103,6 +103,8 @@ def _page_data(dashboard: Dashboard) -> dict[str, Any]:
             "metrics": metrics,
             "facts": dashboard.facts(),
             "alerts": dashboard.alerts(),
+            "settings": dashboard.settings,
+            "notes": dashboard.notes(),
             "page": f"as of {written}",
         },
         "heat": _base64(dashboard.step_time_heat_map()),

@@ -18,6 +18,7 @@ from kit.errors import RunError, kit_command
 from kit.monitor.curves import mask_undrawable
 from kit.monitor.figure import moving_average
 from kit.monitor.quantities import QUANTITIES, quantity_text
+from kit.monitor.settings import differing_settings, run_settings
 from kit.run import Run
 from kit.run.columns import parse_row
 from kit.run.metrics import SPEED_STEPS
@@ -113,6 +114,7 @@ def runs_table(folder: str | Path) -> RunsTable:
     """
     folder = Path(folder).expanduser().resolve()
     rows: list[dict[str, Any]] = []
+    settings: list[dict[str, Any]] = []
     directories = find_runs(folder)
     watch_silent(directories)
     for directory in directories:
@@ -121,7 +123,8 @@ def runs_table(folder: str | Path) -> RunsTable:
         rows.append(row)
         try:
             run = Run.open(directory)
-            row |= live_row(run) | _settings(run)
+            row |= live_row(run)
+            of_run = run_settings(run)
         except Exception as error:
             # The run is incomplete, damaged, hostile, or was deleted meanwhile. The other runs must
             # still be shown.
@@ -129,8 +132,13 @@ def runs_table(folder: str | Path) -> RunsTable:
             if directory.is_dir():
                 reason = str(error)
             row |= {"state": "unreadable", "reason": reason}
-    opened = [row for row in rows if row["state"] != "unreadable"]
-    return RunsTable(folder=folder, rows=rows, settings=_differing_settings(opened))
+        else:
+            row |= of_run
+            settings.append(of_run)
+    differing = differing_settings(settings)
+    # The table always has a column for the number of steps.
+    shown = [name for name in differing if name != "recipe.num_steps"]
+    return RunsTable(folder=folder, rows=rows, settings=shown)
 
 
 def live_row(run: Run) -> dict[str, Any]:
@@ -228,38 +236,6 @@ def _newest_rows(run: Run) -> list[dict[str, Any]]:
     rows = [row for row in map(parse_row, lines) if row is not None]
     newest = max((row["attempt"] for row in rows), default=0)
     return sorted((row for row in rows if row["attempt"] == newest), key=lambda row: row["step"])
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """Returns all settings of a run by dotted name: `site`, and the fields of spec, plan and
-    recipe, such as `plan.zero_stage`.
-    """
-    settings: dict[str, Any] = {"site": run.site.name}
-    for part, record in (("spec", run.spec), ("plan", run.plan), ("recipe", run.recipe)):
-        for name, value in record.to_dict().items():
-            settings[f"{part}.{name}"] = value
-    return settings
-
-
-def _differing_settings(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the dotted names of the settings in which some runs differ. `rows` are rows of the
-    table. Fields of the model spec are only compared between models with the same name.
-    """
-    if not rows:
-        return []
-    differing = []
-    for name in rows[0]:
-        # The number of steps is left out, since the table always has a column for it.
-        if (name != "site" and "." not in name) or name == "recipe.num_steps":
-            continue
-        is_shape = name.startswith("spec.") and name != "spec.name"
-        values: dict[str, set[str]] = {}
-        for row in rows:
-            model = row["spec.name"] if is_shape else ""
-            values.setdefault(model, set()).add(repr(row[name]))
-        if any(len(of_model) > 1 for of_model in values.values()):
-            differing.append(name)
-    return differing
 
 
 def _labels(runs: list[Run]) -> list[str]:

@@ -104,6 +104,8 @@ class Monitor(anywidget.AnyWidget):
     alerts = traitlets.List().tag(sync=True)
     heat = traitlets.Bytes(b"").tag(sync=True)
     log = traitlets.Unicode("").tag(sync=True)
+    settings = traitlets.Dict().tag(sync=True)
+    notes = traitlets.Dict().tag(sync=True)
 
     def __init__(
         self,
@@ -269,6 +271,8 @@ class Monitor(anywidget.AnyWidget):
             self.alerts = self.dashboard.alerts()
             self.heat = self.dashboard.step_time_heat_map()
             self.log = self.dashboard.log()
+            self.settings = self.dashboard.settings
+            self.notes = self.dashboard.notes()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
         """Handles a message from the browser. ipykernel chooses the thread in which it runs, so it
@@ -285,6 +289,8 @@ class Monitor(anywidget.AnyWidget):
             dashboard.set_smoothing(message["value"])
         elif kind == "log":
             dashboard.select_log(int(message["rank"]), message["search"])
+        elif kind == "notes":
+            dashboard.write_notes(message["text"])
         elif kind == "action":
             dashboard.start_action(message["name"])
         if kind in ("view", "charts", "smoothing"):

@@ -129,7 +129,11 @@ def test_shown_charts_are_downloaded_as_csv(open_screen, tmp_path):
     rows = list(csv.DictReader(Path(expected.value.path()).read_text().splitlines()))
     loss = ["loss, least", "loss, largest", "loss, smoothed", "validation_loss"]
     others = ["'=cmd, loss", "'=cmd, loss, smoothed"]
-    added = [f"{name}, {part}" for name in ("validation/web", '\'=1+"1"') for part in PARTS]
+    added = []
+    for name in ("validation/web", '\'=1+"1"'):
+        added += [f"{name}, {part}" for part in PARTS]
+        series = name.removeprefix("'")
+        added += [f"'=cmd, {series}", f"'=cmd, {series}, line"]
     assert [*rows[0]] == ["step", *loss, *others, *added]
     metrics, compared = run.metrics(), other.metrics()
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 302)]

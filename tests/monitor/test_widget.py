@@ -256,11 +256,31 @@ def test_baseline_run_is_read_at_the_same_steps(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     other = recorded_run(tmp_path / "other", steps=60)
     dashboard = looked_at(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
+    dashboard.show_charts(["loss", "mfu", "learning_rate"])
     description, window = dashboard.frame(PlotRange())
-    curve = np.frombuffer(window, "<f4", offset=8 * 100).reshape(-1, 100)[-1]
-    np.testing.assert_allclose(curve[:60], other.metrics()["loss"], rtol=1e-5)
-    assert np.isnan(curve[60:]).all()
+    rows = np.frombuffer(window, "<f4", offset=8 * 100).reshape(-1, 100)[3 * 3 + 1 :]
+    metrics = other.metrics()
+    for name, recorded, (line, values) in zip(
+        description["charts"],
+        (metrics["loss"], metrics.speeds()["mfu"], metrics["learning_rate"]),
+        rows.reshape(3, 2, 100),
+        strict=True,
+    ):
+        for curve in (line, values):
+            np.testing.assert_allclose(curve[:60], recorded, rtol=1e-5, err_msg=name)
+            assert np.isnan(curve[60:]).all()
     assert description["others"] == ["other"] and description["levels"] == {"level": 2.5}
+
+
+def test_baseline_without_a_metric_has_no_curve(tmp_path):
+    run = recorded_run(tmp_path / "run", steps=20)
+    add_row(run, 21, **{"hook/score": 0.25})
+    other = recorded_run(tmp_path / "other", steps=60)
+    dashboard = looked_at(run, baselines={"other": other})
+    dashboard.show_charts(["hook/score"])
+    _, window = dashboard.frame(PlotRange())
+    rows = np.frombuffer(window, "<f4", offset=8 * 21).reshape(-1, 21)
+    assert rows.shape == (3 + 1 + 2, 21) and np.isnan(rows[4:]).all()
 
 
 def test_dashboard_facts_equal_the_metrics(tmp_path):

@@ -1,5 +1,5 @@
 // Front end of the dashboard: draws the numbers that the kernel sends, and sends the user's requests to the kernel.
-// It is one module without imports. The kernel puts uPlot (an IIFE that defines `uPlot`) and numbers.js before it.
+// It is one module without imports. The kernel puts uPlot (an IIFE that defines `uPlot`), numbers.js and svg.js before it.
 
 // Colours and number format of each default chart. The kernel sends the names of the series in order, and their titles.
 const LOOKS = { // logY: whether the "log y" button changes the y axis of this series
@@ -12,6 +12,8 @@ const LOOKS = { // logY: whether the "log y" button changes the y axis of this s
 };
 const LARGE = 2; // Number of default charts at the beginning that are drawn larger than the others.
 const COLOURS = [["#0072B2", "#56B4E9"], ["#007A5A", "#2BCB9A"], ["#9A4A78", "#E08FC0"], ["#B34D00", "#FF9A52"]]; // Colours, light and dark, of the charts that the user adds.
+const DASHES = [[6, 4], [2, 3], [10, 3, 2, 3]]; // Dashes of the curves of other runs. Three runs have the same dashes, and different colours.
+const SHOWN_SETTINGS = 4; // Number of differing settings of each run in the legend. All are in the table of settings.
 const CHOICE = "kit-monitor-charts"; // Key in the browser's localStorage of the user's choice of charts, for all runs: names of added metrics and of hidden default charts.
 const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
 const ACTIONS = [
@@ -76,7 +78,7 @@ function render({ model, el }) {
   const root = make("section", "kit-monitor" + (pageNotice ? " kit-page" : ""), el);
   root.setAttribute("aria-label", "training run");
   const view = { axis: "step", start: null, end: null, log_x: false };
-  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), beat: {}, ended: false, asked: {}, frozen: false, number: 0, waiting: 0 };
+  const state = { dark: isDark(root), logY: true, enlarged: null, yRanges: new Map(), rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), beat: {}, ended: false, asked: {}, frozen: false, number: 0, waiting: 0 };
   const hidden = make("style", "", root); // Style rule that hides the static picture for readers without a kernel.
   const sync = uPlot.sync("kit" + Math.random());
   // Every message has a number, and the kernel reports the number of the last message that it has handled. So the view knows that a request waits.
@@ -90,6 +92,8 @@ function render({ model, el }) {
   const reason = make("span", "kit-muted kit-reason", head);
   const notice = make("span", "kit-notice", head);
   notice.setAttribute("role", "status");
+
+  const places = make("p", "kit-muted kit-places", root);
 
   const progress = make("div", "kit-progress", root);
   progress.setAttribute("role", "progressbar");
@@ -201,6 +205,28 @@ function render({ model, el }) {
       "○ = validation loss" + (panes.some((_, i) => isSparse(i)) ? ", or another number that few steps have" : ""), numOthers() ? "dashed curve = another run" + (weightOfPast ? ", smoothed" : "") : "",
     ].filter(Boolean).join("; ") + ".");
   }
+  const runs = make("ul", "kit-muted kit-runs", root);
+  runs.setAttribute("aria-label", "compared runs");
+  // Names the compared runs with their colours, and the settings in which they differ.
+  function showRuns() {
+    const { others = [], rows = [], differing = [] } = model.get("settings") || {}, now = JSON.stringify([others, rows, differing, state.dark, state.facts.name]);
+    runs.hidden = !others.length;
+    if (runs.hidden || runs.dataset.shown === now) return;
+    runs.dataset.shown = now;
+    const differ = rows.filter(([name]) => differing.includes(name));
+    runs.replaceChildren(...[state.facts.name || "this run", ...others].map((label, k) => {
+      const item = make("li", "", null), swatch = make("i", "", item), texts = differ.map((row) => `${settingName(row[0])} ${row[1 + k]}`);
+      swatch.style.borderTop = `3px ${k ? "dashed" : "solid"} ${runColour(k)}`;
+      make("strong", "", item, label);
+      const hiddenOnes = texts.length - SHOWN_SETTINGS;
+      make("span", "", item, (texts.length ? texts.slice(0, SHOWN_SETTINGS).join(", ") : "equal settings") + (hiddenOnes > 0 ? ` and ${hiddenOnes} more` : ""));
+      item.title = texts.join("\n");
+      return item;
+    }));
+  }
+  const settingName = (name) => (name === "site" ? "site" : name === "spec.name" ? "model" : name.slice(name.indexOf(".") + 1).replaceAll("_", " "));
+  // Returns the colour of a run in all charts, if several runs are compared. Run 0 is the run of the dashboard.
+  function runColour(k) { return COLOURS[k ? 1 + ((k - 1) % (COLOURS.length - 1)) : 0][state.dark ? 1 : 0]; }
   const grid = make("div", "kit-grid", root);
   const defaults = () => model.get("charts"), metrics = () => model.get("metrics") || [];
   // Returns the charts that the user wants and the run has: default charts that are not hidden, then added ones in the order in which they were added.
@@ -224,6 +250,7 @@ function render({ model, el }) {
     panes = wanted;
     hosts = panes.map(makeHost);
     grid.replaceChildren(...hosts.map(({ figure }) => figure));
+    showEnlarged();
     root.dataset.charts = keys.length;
     askedCharts ??= model.get("frame")?.charts;
     if (!sameNames(keys, askedCharts)) expect(send({ type: "charts", keys: (askedCharts = keys) }), isUsers);
@@ -250,6 +277,11 @@ function render({ model, el }) {
     const figure = make("figure", "kit-chart" + (isLarge ? " kit-large" : "")), caption = make("figcaption", "", figure);
     make("span", "kit-title", caption, title).title = metrics().find((metric) => metric.key === key)?.meaning || title;
     const last = make("span", "kit-last", caption);
+    const enlarge = make("button", "kit-hide", caption, "⤢");
+    enlarge.type = "button";
+    enlarge.title = "Enlarge this chart, set its y axis, download it";
+    enlarge.setAttribute("aria-label", "Enlarge " + title);
+    enlarge.onclick = () => { state.enlarged = state.enlarged === key ? null : key; showEnlarged(); };
     const hide = make("button", "kit-hide", caption, "×");
     hide.type = "button";
     hide.title = "Hide this chart";
@@ -264,7 +296,44 @@ function render({ model, el }) {
     plot.setAttribute("role", "img");
     plot.onmousemove = (event) => { state.hover = { pane: i, x: event.clientX, y: event.clientY }; showHover(); };
     plot.onmouseleave = () => { state.hover = null; showHover(); };
-    return { key, figure, plot, last };
+    return { key, figure, plot, last, enlarge, tools: makeChartTools(i, figure) };
+  }
+  // Makes the tools below an enlarged chart: limits of its y axis, and downloads.
+  function makeChartTools(i, figure) {
+    const { key, title } = panes[i], [unit, factor] = key === "mfu" ? [" %", 0.01] : /_bytes$/.test(key) ? [" GiB", 2 ** 30] : ["", 1];
+    const tools = make("div", "kit-tools", figure), file = `${state.facts.name || "run"}-${key}`;
+    const press = (text, hint, work) => { const button = make("button", "kit-button", tools, text); button.type = "button"; button.title = hint; button.onclick = work; };
+    const range = state.yRanges.get(key) || [null, null];
+    const inputs = ["y from", "to"].map((text, end) => {
+      const label = make("label", "kit-choice", tools, text + " "), input = make("input", "kit-rank", label);
+      Object.assign(input, { type: "number", step: "any", value: range[end] == null ? "" : range[end] / factor });
+      input.setAttribute("aria-label", `${title}: ${end ? "highest" : "lowest"} y`);
+      label.append(unit);
+      input.onchange = () => setYRange(key, inputs.map(({ value }) => (value === "" ? null : value * factor)));
+      return input;
+    });
+    press("Automatic", "Fit the y axis to the numbers", () => { inputs.forEach((input) => { input.value = ""; }); setYRange(key, [null, null]); });
+    press("SVG", "Download this chart as a picture", () => { if (state.rows) save(chartSvg(i), "image/svg+xml", file + ".svg"); });
+    press("CSV", "Download the numbers of this chart", () => { if (state.rows) save(csvText(csvColumns([i])), "text/csv", file + ".csv"); });
+    return tools;
+  }
+  // Sets the ends of the y axis of a chart. An end that is null is found from the numbers.
+  function setYRange(key, range) {
+    state.yRanges.set(key, range);
+    state.plots.forEach((plot, i) => { if (panes[i].key === key) plot.setData(plot.data); });
+    showEnlarged();
+  }
+  function showEnlarged() {
+    hosts.forEach(({ key, figure, tools, enlarge }, i) => {
+      const isEnlarged = key === state.enlarged, isFixed = (state.yRanges.get(key) || []).some((end) => end != null);
+      figure.classList.toggle("kit-enlarged", isEnlarged);
+      tools.hidden = !isEnlarged;
+      enlarge.classList.toggle("kit-fixed", isFixed);
+      enlarge.title = isFixed ? "The y axis of this chart is set by hand" : "Enlarge this chart, set its y axis, download it";
+      enlarge.setAttribute("aria-expanded", String(isEnlarged));
+      enlarge.setAttribute("aria-label", `${isEnlarged ? "Shrink" : "Enlarge"} ${panes[i].title}`);
+    });
+    resize();
   }
 
   // --- numbers under the pointer: a layer above the view, which moves no other element
@@ -277,15 +346,18 @@ function render({ model, el }) {
     const row = (texts, className) => { const line = make("tr", className, null); texts.forEach((text, k) => make(k ? "td" : "th", "", line, text)); return line; };
     const lines = [row([placeOf(at), "each step", state.frame.smoothing ? "smoothed" : ""], "kit-hover-head")];
     panes.forEach(({ key, format }, i) => {
-      const [, low, high, average, validation, ...others] = dataOf(i), known = (v) => (v == null ? "–" : format(v)), here = i === pane ? "kit-here" : "";
+      const [, low, high, average] = dataOf(i), known = (v) => (v == null ? "–" : format(v)), here = i === pane ? "kit-here" : "";
       const least = known(low[at] ?? (isSparse(i) ? average[at] : null)), most = known(high[at]), raw = least === most || high[at] == null ? least : `${least} … ${most}`;
       const smoothed = state.frame.smoothing && isSmoothed(key) ? known(average[at]) : "";
       lines.push(row([shortName(panes[i]), raw, smoothed], here));
-      if (key !== "loss") return;
-      let last = at;
-      while (last >= 0 && validation[last] == null) last--;
-      if (last >= 0) lines.push(row([last === at ? "○ validation" : `○ validation, ${placeOf(last)}`, known(validation[last]), ""], here));
-      (state.frame.others || []).forEach((label, k) => lines.push(row([label, known(rawOfOther(k)[at]), state.frame.smoothing ? known(others[k][at]) : ""], here)));
+      if (key === "loss") {
+        const validation = validationRow();
+        let last = at;
+        while (last >= 0 && validation[last] == null) last--;
+        if (last >= 0) lines.push(row([last === at ? "○ validation" : `○ validation, ${placeOf(last)}`, known(validation[last]), ""], here));
+      }
+      // In the large table of all charts, only the chart under the pointer has the numbers of all runs.
+      if (i === pane) othersOf(i).forEach(({ label, line, values }) => lines.push(row([label, known(values[at]), state.frame.smoothing && isSmoothed(key) ? known(line[at]) : ""], here)));
     });
     hover.replaceChildren(...lines);
     placeHover();
@@ -324,23 +396,35 @@ function render({ model, el }) {
   download.type = "button";
   download.title = "All numbers that the charts show now, one line per pixel";
   download.hidden = true;
-  download.onclick = () => {
-    if (!state.rows) return;
-    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(new Blob([csvText(csvColumns())], { type: "text/csv" })), download: `${state.facts.name || "run"}.csv` });
+  download.onclick = () => { if (state.rows) save(csvText(csvColumns(panes.map((_, i) => i))), "text/csv", `${state.facts.name || "run"}.csv`); };
+  function save(text, type, file) {
+    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(new Blob([text], { type })), download: file });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // The browser reads the text after the click.
-  };
-  // Returns the columns [name, values] of the shown charts. A pixel may contain several steps, so a chart has its least and largest value.
-  function csvColumns() {
+  }
+  // Returns the columns [name, values] of some charts. A pixel may contain several steps, so a chart has its least and largest value.
+  function csvColumns(indices) {
     const columns = [[state.frame.axis, state.rows[0]]];
-    panes.forEach(({ key }, i) => {
-      const [, low, high, line, validation, ...others] = dataOf(i);
-      columns.push([`${key}, least`, low], [`${key}, largest`, high], [`${key}, ${isSmoothed(key) ? "smoothed" : "line"}`, line]);
-      if (key !== "loss") return;
-      columns.push(["validation_loss", validation]);
-      state.frame.others.forEach((label, k) => columns.push([`${label}, loss`, rawOfOther(k)], [`${label}, loss, smoothed`, others[k]]));
-    });
+    for (const i of indices) {
+      const { key } = panes[i], [, low, high, line] = dataOf(i), kind = isSmoothed(key) ? "smoothed" : "line";
+      columns.push([`${key}, least`, low], [`${key}, largest`, high], [`${key}, ${kind}`, line]);
+      if (key === "loss") columns.push(["validation_loss", validationRow()]);
+      for (const other of othersOf(i)) columns.push([`${other.label}, ${key}`, other.values], [`${other.label}, ${key}, ${kind}`, other.line]);
+    }
     return columns;
+  }
+  // Returns a chart as the text of an SVG file, with the present range of its axes.
+  function chartSvg(i) {
+    const plot = state.plots[i], { key, title, light, dark } = panes[i], { frame } = state, [x, low, high, line] = dataOf(i), others = othersOf(i);
+    const own = others.length ? COLOURS[0] : [light, dark], isDots = isSparse(i);
+    const curves = [{ label: frame.smoothing && isSmoothed(key) ? `${state.facts.name}, smoothed` : state.facts.name, colours: own, values: line, width: 1.8 }];
+    others.forEach(({ label, line }, k) => curves.push({ label, colours: COLOURS[1 + (k % (COLOURS.length - 1))], values: line, width: 1.5, dash: dashOf(k) }));
+    const dots = key === "loss" ? validationRow() : isDots ? high : null;
+    return svgText({
+      title: `${title} over ${AXIS_NAMES[frame.axis]}`, x, curves, dots, band: isDots ? null : { colours: own, low, high },
+      dotsLabel: key === "loss" ? "validation loss" : title, levels: key === "loss" ? frame.levels || {} : {},
+      attempts: (frame.attempts || []).slice(1), xScale: plot.scales.x, yScale: plot.scales.y, xTicks: xTicks(plot), yTicks: yTicks(plot, i),
+    });
   }
 
   // --- ranks and log
@@ -371,6 +455,54 @@ function render({ model, el }) {
   const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { expect(send({ type: "log", search: search.value, rank: +rankInput.value || 0 })); }, 200); };
   search.oninput = rankInput.onchange = askLog;
   follow.onchange = showLog;
+
+  // --- settings and notes, folded
+  const fold = (title) => { const part = make("details", "kit-fold", root); make("summary", "", part, title); return part; };
+  const settingsPart = fold("Settings"), settingsTable = make("table", "kit-table kit-settings", make("div", "kit-scroll", settingsPart));
+  function onSettings() {
+    const { others = [], rows = [] } = model.get("settings") || {}, parts = { spec: "model", plan: "plan", recipe: "recipe", site: "site" };
+    const differs = (row) => row.slice(2).some((text) => text !== row[1]), different = rows.filter(differs);
+    settingsPart.hidden = !rows.length;
+    settingsPart.firstChild.textContent = others.length ? `Settings (${different.length} differ between the runs)` : "Settings";
+    const line = (tag, texts, className) => { const row = make("tr", className, null); texts.forEach((text, k) => { const cell = make(k ? tag : "th", "", row, text); cell.scope = k ? "col" : "row"; }); return row; };
+    const title = (text) => { const row = make("tr", "", null), cell = make("th", "kit-part", row, text); cell.colSpan = 2 + others.length; return row; };
+    const label = (name) => (name.includes(".") ? name.slice(name.indexOf(".") + 1) : "name");
+    const lines = others.length ? [line("th", ["", state.facts.name || "this run", ...others])] : [];
+    for (const [part, text] of Object.entries(parts)) {
+      const ofPart = rows.filter(([name]) => name.split(".")[0] === part && name !== "site.name");
+      if (!ofPart.length) continue;
+      lines.push(title(text), ...[...ofPart].sort((a, b) => differs(b) - differs(a)).map((row) => line("td", [label(row[0]), ...row.slice(1)], differs(row) ? "kit-differs" : "")));
+    }
+    settingsTable.replaceChildren(...lines);
+    showRuns();
+  }
+  const notesPart = fold("Notes"), notesText = make("textarea", "kit-notes kit-live", notesPart), notesShown = make("pre", "kit-log kit-notes", notesPart);
+  Object.assign(notesText, { maxLength: 20000, rows: 5, placeholder: "What this run is for, and what it has shown" });
+  notesText.setAttribute("aria-label", "notes of the run");
+  const notesTools = make("div", "kit-tools kit-live", notesPart), saveNotes = make("button", "kit-button", notesTools, "Save notes"), notesState = make("span", "kit-muted", notesTools);
+  saveNotes.type = "button";
+  notesState.setAttribute("role", "status");
+  let storedNotes = "", sentNotes = null;
+  saveNotes.onclick = () => { sentNotes = notesText.value; expect(send({ type: "notes", text: sentNotes })); showNotesState(); };
+  notesText.oninput = () => showNotesState();
+  function onNotes() {
+    const { text = "", is_editable: isEditable = false } = model.get("notes") || {}, wasEdited = notesText.value !== storedNotes;
+    if (text === sentNotes) sentNotes = null;
+    if (!wasEdited && notesText.value !== text) notesText.value = text; // A text that the user is writing is not replaced.
+    storedNotes = text;
+    const isShownOnly = !isEditable || !!pageNotice;
+    notesText.hidden = notesTools.hidden = isShownOnly;
+    notesShown.hidden = !isShownOnly;
+    notesPart.hidden = isShownOnly && !text;
+    say(notesShown, text);
+    say(notesPart.firstChild, `Notes${text ? ": " + text.trim().split("\n")[0].slice(0, 100) : ""}`);
+    showNotesState();
+  }
+  function showNotesState() {
+    const { error } = model.get("notes") || {}, isChanged = notesText.value !== storedNotes;
+    saveNotes.disabled = !isChanged;
+    say(notesState, !isChanged ? "" : error || (sentNotes === notesText.value ? "sent …" : "not saved"));
+  }
 
   // --- state of the kernel: JupyterLab reports it; in other front ends, only the arrival of messages is known
   const manager = model.widget_manager, knowsKernel = !!manager && "kernel" in manager;
@@ -408,7 +540,7 @@ function render({ model, el }) {
     expect(send({ type: "view", ...view, width }), isUsers);
     full.disabled = view.start == null;
   }
-  function numPixels() { return Math.round((hosts[0] || { plot: grid }).plot.clientWidth * (window.devicePixelRatio || 1)); }
+  function numPixels() { return Math.round(Math.max(...(hosts.length ? hosts : [{ plot: grid }]).map(({ plot }) => plot.clientWidth)) * (window.devicePixelRatio || 1)); }
   function zoom(start, end) {
     view.start = start;
     view.end = end;
@@ -424,20 +556,22 @@ function render({ model, el }) {
     state.plots = hosts.map(makePlot);
     draw();
   }
-  function size(host, i) { return { width: Math.max(100, host.plot.clientWidth), height: panes[i].isLarge ? 230 : 120 }; }
+  function size(host, i) { return { width: Math.max(100, host.plot.clientWidth), height: host.key === state.enlarged ? 420 : panes[i].isLarge ? 230 : 120 }; }
   function makePlot(host, i) {
     const { key, light, dark, logY } = panes[i];
-    const colour = state.dark ? dark : light, log = state.logY && logY;
+    const colour = numOthers() ? runColour(0) : state.dark ? dark : light, log = state.logY && logY;
     const grey = state.dark ? "#c4c4c4" : "#505050", faint = state.dark ? "#ffffff18" : "#00000014";
     const axis = { stroke: grey, font: "11px system-ui, sans-serif", grid: { stroke: faint, width: 1 }, ticks: { show: false }, gap: 4 };
     const line = { stroke: colour + "50", width: 0.8, points: { show: false } };
     const circles = { stroke: colour, paths: () => null, points: { show: true, filter: apart, size: 6, width: 1.6, stroke: state.dark ? "#fff" : "#222", fill: state.dark ? "#111" : "#fff" } };
     const series = [{}, line, isSparse(i) ? circles : line, { stroke: colour, width: 1.8, points: { show: false } }];
-    if (key === "loss") {
-      series.push(circles);
-      for (const _ of state.frame.others || []) series.push({ stroke: grey, width: 1.3, dash: [6, 4], points: { show: false } });
-    }
+    if (key === "loss") series.push(circles);
+    (state.frame.others || []).forEach((_, k) => series.push({ stroke: runColour(k + 1), width: 1.4, dash: dashOf(k), points: { show: false } }));
     const yRange = (u, a, b) => {
+      const [lowest, highest] = state.yRanges.get(key) || [], [low, high] = automaticRange(a, b), from = log && lowest <= 0 ? low : lowest ?? low;
+      return (highest ?? high) > from ? [from, highest ?? high] : [low, high];
+    };
+    const automaticRange = (a, b) => {
       if (a == null) return log ? [1, 10] : [0, 1];
       const levels = key === "loss" && view.start == null ? Object.values(state.frame.levels || {}) : [];
       a = Math.min(a, ...levels);
@@ -457,8 +591,8 @@ function render({ model, el }) {
         y: { distr: log ? 3 : 1, range: yRange },
       },
       axes: [
-        { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 70)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
-        { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, panes[i].isLarge ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : /_bytes$/.test(key) ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(digits(vs)) : "0") : short(v, significant(vs)))), filter: (u, vs) => vs },
+        { ...axis, size: 24, splits: (u) => xTicks(u).map(([v]) => v), values: (u) => xTicks(u).map(([, text]) => text), filter: (u, vs) => vs },
+        { ...axis, size: 58, splits: (u) => yTicks(u, i).map(([v]) => v), values: (u) => yTicks(u, i).map(([, text]) => text), filter: (u, vs) => vs },
       ],
       series, bands: isSparse(i) ? [] : [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
       hooks: {
@@ -471,6 +605,13 @@ function render({ model, el }) {
         draw: [(u) => marks(u, key, grey)],
       },
     }, Array.from(series, () => []), host.plot);
+  }
+  function dashOf(k) { return DASHES[Math.floor(k / (COLOURS.length - 1)) % DASHES.length]; }
+  // Return the ticks [position, text] of an axis of a chart.
+  function xTicks(u) { const { min, max } = u.scales.x; return splits(min, max, view.log_x, Math.max(3, u.width / 70)).map((v) => [v, axisValue(state.frame.axis, v)]); }
+  function yTicks(u, i) {
+    const { key, isLarge, logY } = panes[i], { min, max } = u.scales.y, at = ticks(min, max, state.logY && logY, u.height > 300 ? 9 : isLarge ? 6 : 4, key);
+    return at.map((v) => [v, key === "mfu" ? +(100 * v).toPrecision(3) : /_bytes$/.test(key) ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(digits(at)) : "0") : short(v, significant(at))]);
   }
   // Draws the first steps of attempts as ticks and baseline losses as dashed lines, and names other runs at the end of their curves.
   function marks(u, key, grey) {
@@ -515,9 +656,11 @@ function render({ model, el }) {
       (frame.others || []).forEach((label, k) => {
         const values = u.data[5 + k] || [];
         const value = lastOf(values);
+        ctx.fillStyle = runColour(k + 1);
         if (value != null) write(label, Math.min(right, u.valToPos(u.data[0][values.lastIndexOf(value)], "x", true)), u.valToPos(value, "y", true) - 14 * ratio);
       });
     }
+    ctx.fillStyle = grey;
     const band = bandOf(key);
     if (band && lastOf(u.data[3]) != null) {
       const from = (frame.attempts || []).find(({ attempt }) => attempt === state.facts.speed.band.attempt);
@@ -552,10 +695,20 @@ function render({ model, el }) {
   function dataOf(i) {
     const rows = state.rows, { key } = panes[i], at = state.frame.charts.indexOf(key), first = 1 + 3 * at;
     const data = at < 0 ? [rows[0], ...[0, 1, 2].map(() => rows[0].map(() => null))] : [rows[0], ...rows.slice(first, first + 3)]; // The kernel has not sent the numbers of a chart that was just added.
-    return key === "loss" ? [...data, ...rows.slice(1 + numRows(), 2 + numRows() + numOthers())] : data; // The chart of the loss also shows the validation loss and the smoothed losses of other runs.
+    return data;
   }
+  // Returns all that a chart draws: the numbers of the run, for the loss also the validation loss, and the lines of other runs.
+  function drawnOf(i) { return [...dataOf(i), ...(panes[i].key === "loss" ? [validationRow()] : []), ...othersOf(i).map(({ line }) => line)]; }
+  function validationRow() { return state.rows[1 + numRows()]; }
   function numOthers() { return (state.frame.others || []).length; }
-  function rawOfOther(k) { return state.rows[2 + numRows() + numOthers() + k]; }
+  // Returns name, line and raw values of each other run in a chart.
+  function othersOf(i) {
+    const at = state.frame.charts.indexOf(panes[i].key), none = () => state.rows[0].map(() => null);
+    return (state.frame.others || []).map((label, k) => {
+      const first = 2 + numRows() + 2 * (at * numOthers() + k);
+      return at < 0 ? { label, line: none(), values: none() } : { label, line: state.rows[first], values: state.rows[first + 1] };
+    });
+  }
   // A pixel may contain several steps. Its `x` is the last of them.
   function placeOf(at) {
     const [x, low, high] = state.rows, several = numRows() && state.frame.axis === "step" && at && low[at] !== high[at] && x[at] > x[at - 1] + 1;
@@ -567,7 +720,7 @@ function render({ model, el }) {
     root.dataset.points = state.rows ? state.rows[0].length : 0;
     if (!state.rows) return;
     state.plots.forEach((plot, i) => {
-      const data = dataOf(i);
+      const data = drawnOf(i);
       plot.setData(data);
       const { key, title, format } = panes[i], value = lastOf(data[3]);
       let label = `${title}: `;
@@ -611,6 +764,7 @@ function render({ model, el }) {
     badge.dataset.state = f.as_of ? "" : f.state; // The badge is grey if the present state is unknown.
     const saved = (f.checkpoints || []).at(-1);
     reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}${saved == null ? "" : ` · last checkpoint: step ${whole(saved)}`}`;
+    showPlaces(f);
     const share = f.num_steps ? Math.min(100, (100 * f.step) / f.num_steps) : 0;
     bar.style.width = share + "%";
     progress.setAttribute("aria-valuenow", share.toFixed(1));
@@ -627,6 +781,15 @@ function render({ model, el }) {
     rankInput.max = f.ranks - 1;
     rankLabel.hidden = f.ranks < 2;
     formula.textContent = mfuBox.title = f.formula || "";
+  }
+  // Shows where the run is: its directory, its job, and its page in a tracker. A click selects a whole name, so that it can be copied.
+  function showPlaces(f) {
+    const now = JSON.stringify([f.directory, f.job_id, f.tracker]);
+    if (places.dataset.shown === now) return; // A new text would remove the user's selection.
+    places.dataset.shown = now;
+    places.replaceChildren();
+    for (const text of [f.directory, f.job_id]) if (text) make("span", "kit-place", places, text);
+    if (f.tracker) Object.assign(make("a", "", places, f.tracker), { href: f.tracker, target: "_blank", rel: "noopener noreferrer" });
   }
   function showTiles(f) {
     const put = (key, text, small, kind) => { tile[key].textContent = text; tile[key].small.textContent = small || ""; tile[key].kind.textContent = kind || ""; };
@@ -791,7 +954,7 @@ function render({ model, el }) {
   const drawFrame = () => later(onFrame);
   const handlers = {
     "change:frame": drawFrame, "change:window": drawFrame, "change:facts": () => { onFacts(); onHeat(); }, "change:alerts": onAlerts, "change:metrics": () => showCharts(),
-    "change:heat": onHeat, "change:log": showLog, "msg:custom": onMessage,
+    "change:heat": onHeat, "change:log": showLog, "change:settings": onSettings, "change:notes": onNotes, "msg:custom": onMessage,
   };
   for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
   // `fit` is also called once per second. The theme may change while the page has no layout, and then no observer sees the size of the charts.
@@ -804,11 +967,11 @@ function render({ model, el }) {
   let asked = 0;
   const sizes = new ResizeObserver(() => later(resize));
   sizes.observe(root);
-  const retheme = () => { if (isDark(root) !== state.dark) { build(); onHeat(); } };
+  const retheme = () => { if (isDark(root) !== state.dark) { build(); onHeat(); showRuns(); } };
   const themes = new MutationObserver(() => later(retheme)); // The theme is read in the next frame, when the page has the styles and the layout of the new theme.
   themes.observe(document.body, { attributes: true });
   const timer = setInterval(() => { showNotice(); fit(); }, 1000);
-  requestAnimationFrame(() => { showCharts(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); });
+  requestAnimationFrame(() => { showCharts(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); onSettings(); onNotes(); });
   return () => {
     clearInterval(timer);
     clearTimeout(busyTimer);
