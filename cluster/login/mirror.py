@@ -68,6 +68,7 @@ SMALL = (
     "--include=/*.json",
     "--include=/*.sh",
     "--include=/history.jsonl",
+    "--include=/notes.txt",
     "--include=/eval/",
     "--include=/eval/*.json",
     "--include=/ranks/",

@@ -107,6 +107,8 @@ class Curves:
         self.damaged: Mapping[int, str] = {}
         """For each attempt whose plan or site file cannot be read, the reason, by number of the
         attempt."""
+        self.scores: Mapping[str, Mapping[int, float]] = earlier.scores if earlier else {}
+        """Scores of checkpoints by training step, by name of the series."""
         self._revision = self.columns.revision
         """Revision of `columns` from which the following attributes were derived. A new revision
         means that older rows have changed."""
@@ -126,6 +128,8 @@ class Curves:
         return self._values.length
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name in self.scores:
+            return self._values_of_score(name)
         if name not in DERIVED:
             return self.columns[name][: len(self)]
         if name in UTILISATIONS and self.hfu_above_peak is not None:
@@ -165,6 +169,27 @@ class Curves:
         below 1.
         """
         self.smoothing = smoothing
+
+    def set_scores(self, scores: Mapping[str, Mapping[int, float]]) -> None:
+        """Makes the scores of checkpoints further series. `scores` maps a name to the scores by
+        training step. A name that a column of metrics.jsonl has is left out.
+        """
+        columns = self.columns.recorded_names()
+        for name in self.scores:
+            # Scores of old steps may be new, so the numbers of old steps have changed.
+            self._averages.pop(name, None)
+            self._blocks.pop(name, None)
+        self.scores = {name: dict(scores[name]) for name in scores if name not in columns}
+
+    def _values_of_score(self, name: str) -> np.ndarray:
+        """Returns a score at each training step. NaN at a step whose checkpoint has no score."""
+        steps = np.array(list(self.scores[name]))
+        rows = np.searchsorted(self["step"], steps)
+        rows[rows == len(self)] = 0
+        found = self["step"][rows] == steps if len(self) else np.zeros(len(steps), dtype=bool)
+        values = np.full(len(self), np.nan)
+        values[rows[found]] = np.array(list(self.scores[name].values()))[found]
+        return values
 
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads new training steps, at most `limit_bytes` of metrics.jsonl. If older steps have
@@ -216,10 +241,10 @@ class Curves:
         self._values.extend(np.vstack([speed, rates, tokens, time, metrics.layouts]))
 
     def further_names(self) -> list[str]:
-        """Returns the names of the columns that have numbers and are not in SERIES, in the order in
-        which they are offered as further charts.
+        """Returns the names of the columns that have numbers and are not in SERIES, and of the
+        scores, in the order in which they are offered as further charts.
         """
-        names = self.columns.recorded_names()
+        names = [*self.columns.recorded_names(), *self.scores]
         return [name for name in names if name not in (*SERIES, *PLACES)]
 
     def is_smoothed(self, name: str) -> bool:

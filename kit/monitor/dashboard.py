@@ -22,6 +22,7 @@ from kit.monitor.curves import SERIES, Curves, PlotRange
 from kit.monitor.export import tracker_address
 from kit.monitor.notes import notes_are_editable, read_notes, write_notes
 from kit.monitor.run_view import RunView, site_written_at
+from kit.monitor.scores import score_series
 from kit.monitor.settings import settings_table
 from kit.run import Run
 from kit.run.columns import COLUMN_MEANINGS, Columns, parse_row
@@ -103,7 +104,7 @@ class Dashboard:
         with self.lock:
             for other in self.baseline_curves.values():
                 if not other.columns.position:
-                    other.read_all()
+                    other.read_all().set_scores(score_series(other.run))
             return self.curves.read(limit_bytes)
 
     def update_status(self) -> None:
@@ -113,8 +114,11 @@ class Dashboard:
         self._replace_if_changed(status.attempt)
         view = self.run_view
         view.ranks.read_heartbeats()
+        scores = view.read_new_scores()
         with self.lock:
             self.status = status
+            if scores is not None:
+                view.curves.set_scores(scores)
             view.alert_monitor.evaluate_rules(view.curves, status, view.ranks)
 
     def update_speed(self, *, wait: bool = False) -> None:
@@ -143,12 +147,14 @@ class Dashboard:
         self.shown = tuple(dict.fromkeys(names))
 
     def further_metrics(self) -> list[dict[str, str]]:
-        """Returns the key and the meaning of each column of metrics.jsonl that can be added as a
-        chart. The meaning is empty for a column that is not the kit's own.
+        """Returns the key and the meaning of each column of metrics.jsonl, and of each score of
+        checkpoints, that can be added as a chart. The meaning is empty for a column that is not the
+        kit's own.
         """
         with self.lock:
             names = self.curves.further_names()
-        return [{"key": name, "meaning": COLUMN_MEANINGS.get(name, "")} for name in names]
+            meanings = COLUMN_MEANINGS | dict.fromkeys(self.curves.scores, "score of checkpoints")
+        return [{"key": name, "meaning": meanings.get(name, "")} for name in names]
 
     def write_notes(self, text: str) -> None:
         """Stores a text as the notes of the run. If it is refused, `notes` gives the reason."""

@@ -7,6 +7,7 @@ from kit.monitor.actions import Actions
 from kit.monitor.alerts import AlertMonitor
 from kit.monitor.curves import Curves
 from kit.monitor.ranks import RankTimes
+from kit.monitor.scores import score_series
 from kit.monitor.speed import SpeedMonitor
 from kit.run import Run
 from kit.run.metrics import Metrics
@@ -56,11 +57,26 @@ class RunView:
             self.alert_monitor = AlertMonitor(run, earlier=earlier.alert_monitor)
             self.speed_monitor = SpeedMonitor(run, self.metrics, earlier=earlier.speed_monitor)
         self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
+        self._scores_written_at: int | None = None
+        """Time of the last change of the folder of scores when the scores were last read."""
 
     def metrics(self) -> Metrics:
         """Returns the training steps that were read so far."""
         with self.lock:
             return self.curves.metrics()
+
+    def read_new_scores(self) -> dict[str, dict[int, float]] | None:
+        """Returns the scores of the run (`kit.monitor.scores.score_series`), or None if no score
+        was written since the last call.
+        """
+        try:
+            written_at = (self.run.directory / "eval").stat().st_mtime_ns
+        except OSError:
+            return None
+        if written_at == self._scores_written_at:
+            return None
+        self._scores_written_at = written_at
+        return score_series(self.run)
 
 
 def site_written_at(directory: Path) -> float | None:

@@ -5,6 +5,7 @@ lm-eval.
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import numpy as np
 from kit.errors import ConfigError, RunError, kit_command
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.run import Run
+from kit.run.columns import LONGEST_NAME
 from kit.show.style import legend_under_title, new_figure
 from kit.show.theme import HUES, SLATE
 
 CURVE_COLOURS = (*HUES, SLATE)
+MOST_SERIES = 200
+"""Largest number of scores that the dashboard offers as charts."""
 MARKERS = ("o", "s", "^", "D", "v")
 
 
@@ -191,6 +195,23 @@ class ScoreFollower:
             if values:
                 new.append((report.attempt or 1, report.step or 0, values))
         return new
+
+
+def score_series(run: Run) -> dict[str, dict[int, float]]:
+    """Returns the scores of a run's checkpoints by training step, for each `eval/TASK/METRIC`. At
+    most MOST_SERIES names are read, and only names that a chart can show.
+    """
+    series: dict[str, dict[int, float]] = {}
+    for _, step, values in ScoreFollower(run).read():
+        if step not in range(2**53):  # No training step has a larger number.
+            continue
+        for name, value in values.items():
+            is_shown = name.isprintable() and len(name) <= LONGEST_NAME
+            if name.endswith("_stderr") or not is_shown or not math.isfinite(value):
+                continue
+            if name in series or len(series) < MOST_SERIES:
+                series.setdefault(name, {})[step] = value
+    return series
 
 
 def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:

@@ -13,8 +13,8 @@ from kit.show.terminal import plain
 LONGEST_VALUE = 200
 """Largest number of characters of the value of a setting that the dashboard shows."""
 SCHEDULERS = ("slurm", "kubernetes")
-"""Parts of a site that the dashboard does not show. They say how a job is started. Their environment
-variables may be private, and a page of a run may be given to other people."""
+"""Parts of a site that the dashboard does not show. They say how a job is started. They may contain
+private environment variables, and a page of a run may be given to other people."""
 
 
 def run_settings(run: Run) -> dict[str, Any]:

@@ -19,7 +19,7 @@ document.body.style.setProperty('--jp-ui-font-color1', '#eee');
 document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""  # noqa: E501
 
 
-SENT = ("charts", "metrics", "frame", "window", "facts", "alerts", "heat", "log", "settings", "notes")
+SENT = "charts metrics frame window facts alerts heat log settings notes".split()
 
 
 @pytest.fixture(scope="session")

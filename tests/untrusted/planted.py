@@ -49,7 +49,8 @@ eval/step_00000040.json checkpoints/step_00000040/manifest.json login_seen.json
 control/request_checkpoint control/taken_checkpoint
 """.split()
 OTHERS = """
-login.json import.json hook.py control/request_stop .state.lock logs/attempt_01/rank_00000.log
+login.json import.json hook.py notes.txt control/request_stop .state.lock
+logs/attempt_01/rank_00000.log
 """.split()
 FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints", "monitor")
 
@@ -247,7 +248,7 @@ def dashboard_of(run: Run) -> Dashboard:
     shown.frame(PlotRange())
     shown.frame(PlotRange(axis="tokens", log_x=True))
     shown.frame(PlotRange(axis="time", start=1.0, end=1e12))
-    json.dumps([shown.facts(), shown.alerts()])
+    json.dumps([shown.facts(), shown.alerts(), shown.settings, shown.notes()])
     shown.step_time_heat_map(), shown.log()
     return shown
 

@@ -46,8 +46,8 @@ WALL_S, MORE_BYTES = 20.0, 300 << 20
 """Limits of one command: wall seconds, and bytes of additional memory."""
 SECRET = "the diary of the viewer"
 MADE = """
-login.json import.json hook.py .state.lock .launch.lock .login.lock login_seen.json figure.png
-export.csv export.parquet export.hf monitor control/request_stop submit.sh
+login.json import.json hook.py notes.txt .state.lock .launch.lock .login.lock login_seen.json
+figure.png export.csv export.parquet export.hf monitor control/request_stop submit.sh
 control/taken_stop logs/attempt_02 logs/attempt_02_supervisor.log logs/attempt_01_supervisor.log
 checkpoints/step_00000060 tensorboard tensorboard/attempt_01 wandb profile env.json
 checkpoints/step_00000040.deleting eval/step_00000040.samples
