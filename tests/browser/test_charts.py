@@ -1,7 +1,10 @@
-"""The user adds curves to the dashboard and hides charts. The choice is stored in the browser."""
+"""The user adds curves to the dashboard, hides, enlarges and downloads charts, and compares runs. The
+choice of charts is stored in the browser.
+"""
 
 import csv
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -174,6 +177,136 @@ def test_hostile_name_of_a_metric_is_shown_as_text(open_screen, tmp_path):
     screen.page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 40)
     screen.settle()
     assert SCRIPT in screen.text(".kit-hover")
+    assert screen.page.locator(".kit-monitor script, .kit-monitor img").count() == 0
+
+
+def compared_runs(folder, names: tuple[str, str]) -> tuple[Run, dict[str, Run]]:
+    """Returns a run, and two other runs by name, whose gradient norms and learning rates differ."""
+    others = {}
+    for number, name in enumerate(names, 2):
+        other = recorded_run(folder / f"other-{number}", steps=300)
+        file = other.directory / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        for row in rows:
+            row["grad_norm"] *= number
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        other.recipe.replace(learning_rate=number * 1e-5).write(other.directory / "recipe.json")
+        others[name] = Run.open(other.directory)
+    return recorded_run(folder / "run", steps=300), others
+
+
+GREEN, PURPLE = "#007A5A", "#9A4A78"
+
+
+def test_compared_runs_are_drawn_in_all_charts(open_screen, tmp_path):
+    run, others = compared_runs(tmp_path, ("lower rate", SCRIPT))
+    screen = open_screen(run, baselines=others)
+    for pane in (0, 3):
+        assert all(screen.coloured(pane, colour) > 30 for colour in (BLUE, GREEN, PURPLE)), pane
+    legend = screen.text(".kit-runs")
+    assert f"learning rate {run.recipe.learning_rate!r}" in legend
+    assert "lower rate" in legend and "learning rate 2e-05" in legend and SCRIPT in legend
+    box = screen.page.locator(".u-over").nth(3).bounding_box()
+    screen.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    screen.settle()
+    cells = [row.inner_text().split("\t") for row in screen.page.locator(".kit-hover tr").all()]
+    step = int(cells[0][0].removeprefix("step "))
+    shown = {row[0]: row[1:] for row in cells}
+    for name, other in others.items():
+        raw = float(other.metrics()["grad_norm"][step - 1])
+        assert float(shown[name][0]) == pytest.approx(raw, rel=6e-3)
+        assert float(shown[name][1]) == pytest.approx(raw, rel=0.2), "smoothed"
+    screen.page.get_by_text("Settings (").click()
+    differing = screen.page.locator(".kit-settings .kit-differs").all_inner_texts()
+    assert any(
+        text.split() == ["learning_rate", repr(run.recipe.learning_rate), "2e-05", "3e-05"]
+        for text in differing
+    )  # noqa: E501
+    assert screen.page.evaluate(OVERLAPS) == []
+
+
+def test_chart_is_enlarged_with_limits_of_its_y_axis(open_screen, tmp_path):
+    screen = open_screen(recorded_run(tmp_path / "run"), width=1280)
+    small = screen.page.locator(".u-over").nth(3).bounding_box()
+    assert not screen.page.get_by_label("Gradient norm: lowest y").is_visible()
+    screen.click("Enlarge Gradient norm")
+    screen.settle()
+    large = screen.page.locator(".u-over").nth(3).bounding_box()
+    assert large["width"] > 3 * small["width"] and large["height"] > 2 * small["height"]
+    assert screen.page.evaluate(OVERLAPS) == []
+    drawn = screen.coloured(3, "#B34D00")
+    assert drawn > 300
+    for end, value in (("lowest", "50"), ("highest", "60")):
+        screen.page.get_by_label(f"Gradient norm: {end} y").fill(value)
+        screen.page.keyboard.press("Tab")
+    screen.settle()
+    assert screen.coloured(3, "#B34D00") == 0, "no norm is in this range"
+    screen.refresh()
+    assert screen.coloured(3, "#B34D00") == 0, "the range stays with new steps"
+    screen.click("Automatic")
+    screen.settle()
+    assert screen.coloured(3, "#B34D00") > 300
+    screen.click("Shrink Gradient norm")
+    screen.settle()
+    assert screen.page.locator(".u-over").nth(3).bounding_box() == small
+
+
+def test_chart_is_downloaded_as_svg_and_csv(open_screen, tmp_path):
+    """The picture needs no other file, and another user's texts in it are text."""
+    run, others = compared_runs(tmp_path, ("lower rate", SCRIPT))
+    screen = open_screen(run, baselines={**others, "published & <b>": 2.5})
+    screen.click("Enlarge Loss, nats per token")
+    texts = {}
+    for kind in ("SVG", "CSV"):
+        with screen.page.expect_download() as expected:
+            screen.page.get_by_role("button", name=kind, exact=True).click()
+        assert expected.value.suggested_filename == f"run-loss.{kind.lower()}"
+        texts[kind] = Path(expected.value.path()).read_text()
+    picture = ElementTree.fromstring(texts["SVG"])
+    tags = [element.tag.rpartition("}")[2] for element in picture.iter()]
+    assert {*tags} == {"svg", "style", "defs", "clipPath", "rect", "text", "g", "path", "circle"}
+    words = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    assert {"Loss, nats per token over step", "run, smoothed", "lower rate", SCRIPT} < {*words}
+    assert "published & <b> 2.50" in words and "300" in words
+    assert "NaN" not in texts["SVG"] and "undefined" not in texts["SVG"]
+    curves = [e.get("d") for e in picture.iter() if e.get("class") == "curve"]
+    assert max(d.count("L") for d in curves if d) == 299, "each step is drawn"
+    names = next(csv.reader(texts["CSV"].splitlines()))
+    assert names[:2] == ["step", "loss, least"] and "mfu, least" not in names
+    file = tmp_path / "picture.svg"
+    file.write_text(texts["SVG"])
+    grounds = []
+    for theme in ("light", "dark"):
+        screen.page.emulate_media(color_scheme=theme)
+        screen.page.goto(file.as_uri())
+        grounds.append(
+            screen.page.evaluate("getComputedStyle(document.querySelector('.ground')).fill")
+        )  # noqa: E501
+        screen.photograph(f"svg-{theme}")
+    screen.page.emulate_media(color_scheme="light")
+    assert grounds == ["rgb(255, 255, 255)", "rgb(30, 30, 30)"]
+
+
+def test_notes_are_edited_in_the_dashboard(open_screen, tmp_path):
+    run = recorded_run(tmp_path / "run")
+    file = run.directory / "notes.txt"
+    file.write_text(f"first {SCRIPT}")
+    screen = open_screen(run)
+    assert screen.page.get_by_text("Notes: first").is_visible(), "the first line is shown folded"
+    screen.page.get_by_text("Notes: first").click()
+    box = screen.page.get_by_label("notes of the run")
+    assert box.input_value() == f"first {SCRIPT}"
+    file.write_text("second")
+    screen.refresh()
+    assert box.input_value() == "second"
+    box.fill("mine")
+    file.write_text("third")
+    screen.refresh()
+    assert box.input_value() == "mine", "a text that is being written is not replaced"
+    screen.click("Save notes")
+    screen.refresh()
+    assert file.read_text() == "mine"
+    assert screen.page.get_by_role("button", name="Save notes").is_disabled()
     assert screen.page.locator(".kit-monitor script, .kit-monitor img").count() == 0
 
 

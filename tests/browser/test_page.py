@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.state import JobState
+from kit.monitor.export import SinkState
 from kit.monitor.page import write_page
 from kit.run import Run
 from tests.browser.test_charts import hooked_run
@@ -104,12 +105,19 @@ def test_hostile_run_cannot_act_in_its_page(open_page, tmp_path):
     """Texts of the run are shown as text. Even a script that came into the page would not run."""
     run = hostile_run(tmp_path)
     add_row(run, 1001, **{f"hook/{SCRIPT}": 1.0, "__proto__": 2.0})
+    (run.directory / "notes.txt").write_text(f"see {SCRIPT}\x1b]0;x")
+    SinkState(address=f"javascript:{SCRIPT}").write(run.directory / "wandb" / "sink.json")
     page = open_page(run)
     name = SCRIPT.replace("/", "_")
     assert page.title() == page.locator(".kit-name").inner_text() == name
     for metric in (f"hook/{SCRIPT}", "__proto__"):
         page.get_by_label("Add a curve").select_option(metric)
         page.wait_for_timeout(300)
+    page.locator("summary").filter(has_text="Notes").click()
+    assert page.locator("pre.kit-notes").inner_text() == f"see {SCRIPT}␛]0;x"
+    assert not page.get_by_role("button", name="Save notes").is_visible(), "needs a kernel"
+    page.locator("summary").filter(has_text="Settings").click()
+    assert "learning_rate" in page.locator(".kit-settings").inner_text()
     assert page.locator(".kit-title").nth(6).inner_text() == f"hook/{SCRIPT}"
     assert page.locator(".kit-monitor img, .kit-monitor script").count() == 0
     assert page.evaluate(OWNED) == [name, 1, 0], "the one other script is the data"
