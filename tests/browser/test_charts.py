@@ -1,5 +1,5 @@
-"""The user adds curves to the dashboard, hides, enlarges and downloads charts, and compares runs. The
-choice of charts is stored in the browser.
+"""The user adds curves to the dashboard, hides, enlarges and downloads charts, and compares runs.
+The choice of charts is stored in the browser.
 """
 
 import csv

@@ -12,7 +12,7 @@ function svgText({ title, x, curves, band, dots, dotsLabel, levels, attempts, xS
   const point = (v, i) => `${placeX(x[i]).toFixed(1)} ${placeY(v).toFixed(1)}`;
   const isDrawn = (v, i) => v != null && isFinite(placeX(x[i])) && isFinite(placeY(v));
   const path = (values) => values.map((v, i) => (isDrawn(v, i) ? (i && isDrawn(values[i - 1], i - 1) ? "L" : "M") + point(v, i) : "")).join("");
-  const styles = [], coloured = ([light, dark]) => { styles.push(`.c${styles.length}{--c:${light};--d:${dark}}`); return `class="c${styles.length - 1}"`; };
+  const pairs = [], coloured = (colours) => `class="c${pairs.push(colours) - 1}"`;
   const text = (words, at, y, extra = "") => `<text x="${at.toFixed(1)}" y="${y.toFixed(1)}" ${extra}>${escaped(words)}</text>`;
   const rule = (x1, y1, x2, y2, name) => `<path class="${name}" d="M${x1.toFixed(1)} ${y1.toFixed(1)}L${x2.toFixed(1)} ${y2.toFixed(1)}"/>`;
   const parts = [], legend = [];
@@ -35,7 +35,9 @@ function svgText({ title, x, curves, band, dots, dotsLabel, levels, attempts, xS
   }
   for (const [label, v] of Object.entries(levels)) if (share(yScale, v) >= 0 && share(yScale, v) <= 1) drawn.push(rule(left, placeY(v), width - right, placeY(v), "mark"), text(`${label} ${v.toFixed(2)}`, width - right, placeY(v) - 5, 'text-anchor="end"'));
   for (const { attempt, x: v } of attempts) if (share(xScale, v) >= 0 && share(xScale, v) <= 1) drawn.push(rule(placeX(v), top, placeX(v), height - bottom, "mark"), text(`attempt ${attempt}`, placeX(v) + 4, top + 12));
-  const css = `svg{font:12px system-ui,sans-serif;--ink:#505050;--faint:#00000014;--ground:#fff}path{fill:none}text{fill:var(--ink)}.title{font-size:14px;font-weight:600}.ground{fill:var(--ground)}.grid{stroke:var(--faint)}.mark{stroke:var(--ink);stroke-dasharray:6 4}.dot{fill:var(--ground);stroke:var(--ink);stroke-width:1.5}.curve,.pale{stroke:var(--c)}.pale{stroke-opacity:.35}${styles.join("")}@media(prefers-color-scheme:dark){svg{--ink:#c4c4c4;--faint:#ffffff18;--ground:#1e1e1e}.curve,.pale{stroke:var(--d)}}`;
+  // Programs other than browsers know neither variables of CSS nor themes. They show the light colours, which are written out.
+  const theme = (k, ink, faint, ground) => `text{fill:${ink}}.ground{fill:${ground}}.grid{stroke:${faint}}.mark{stroke:${ink}}.dot{fill:${ground};stroke:${ink}}` + pairs.map((pair, i) => `.c${i} path{stroke:${pair[k]}}`).join("");
+  const css = `svg{font:12px system-ui,sans-serif}path{fill:none}.title{font-size:14px;font-weight:600}.mark{stroke-dasharray:6 4}.dot{stroke-width:1.5}.pale{stroke-opacity:.35}${theme(0, "#505050", "#e6e6e6", "#fff")}@media(prefers-color-scheme:dark){${theme(1, "#c4c4c4", "#3a3a3a", "#1e1e1e")}}`;
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}"><style>${css}</style>`
     + `<defs><clipPath id="inside"><rect x="${left}" y="${top}" width="${width - left - right}" height="${height - top - bottom}"/></clipPath></defs>`
     + `<rect class="ground" width="${width}" height="${height}"/>${text(title, left, 26, 'class="title"')}${legend.join("")}${parts.join("")}<g clip-path="url(#inside)">${drawn.join("")}</g></svg>\n`;
