@@ -468,10 +468,10 @@ function render({ model, el }) {
     const title = (text) => { const row = make("tr", "", null), cell = make("th", "kit-part", row, text); cell.colSpan = 2 + others.length; return row; };
     const label = (name) => (name.includes(".") ? name.slice(name.indexOf(".") + 1) : "name");
     const lines = others.length ? [line("th", ["", state.facts.name || "this run", ...others])] : [];
+    if (different.length) lines.push(title("different"), ...different.map((row) => line("td", row, "kit-differs")));
     for (const [part, text] of Object.entries(parts)) {
-      const ofPart = rows.filter(([name]) => name.split(".")[0] === part && name !== "site.name");
-      if (!ofPart.length) continue;
-      lines.push(title(text), ...[...ofPart].sort((a, b) => differs(b) - differs(a)).map((row) => line("td", [label(row[0]), ...row.slice(1)], differs(row) ? "kit-differs" : "")));
+      const ofPart = rows.filter((row) => row[0].split(".")[0] === part && row[0] !== "site.name" && !differs(row));
+      if (ofPart.length) lines.push(title(text), ...ofPart.map(([name, ...texts]) => line("td", [label(name), ...texts])));
     }
     settingsTable.replaceChildren(...lines);
     showRuns();
