@@ -264,7 +264,8 @@ def test_chart_is_downloaded_as_svg_and_csv(open_screen, tmp_path):
     tags = [element.tag.rpartition("}")[2] for element in picture.iter()]
     assert {*tags} == {"svg", "style", "defs", "clipPath", "rect", "text", "g", "path", "circle"}
     words = [element.text for element in picture.iter() if element.tag.endswith("text")]
-    assert {"Loss, nats per token over step", "run, smoothed", "lower rate", SCRIPT} < {*words}
+    title = "Loss, nats per token over step, smoothed over about 10 steps"
+    assert {title, "run", "lower rate", SCRIPT} < {*words}
     assert "published & <b> 2.50" in words and "300" in words
     assert "NaN" not in texts["SVG"] and "undefined" not in texts["SVG"]
     curves = [e.get("d") for e in picture.iter() if e.get("class") == "curve"]

@@ -417,11 +417,12 @@ function render({ model, el }) {
   function chartSvg(i) {
     const plot = state.plots[i], { key, title, light, dark } = panes[i], { frame } = state, [x, low, high, line] = dataOf(i), others = othersOf(i);
     const own = others.length ? COLOURS[0] : [light, dark], isDots = isSparse(i);
-    const curves = [{ label: frame.smoothing && isSmoothed(key) ? `${state.facts.name}, smoothed` : state.facts.name, colours: own, values: line, width: 1.8 }];
+    const smoothing = frame.smoothing && isSmoothed(key) ? `, smoothed over ${smoothedSteps(frame.smoothing)}` : "";
+    const curves = [{ label: state.facts.name, colours: own, values: line, width: 1.8 }];
     others.forEach(({ label, line }, k) => curves.push({ label, colours: COLOURS[1 + (k % (COLOURS.length - 1))], values: line, width: 1.5, dash: dashOf(k) }));
     const dots = key === "loss" ? validationRow() : isDots ? high : null;
     return svgText({
-      title: `${title} over ${AXIS_NAMES[frame.axis]}`, x, curves, dots, band: isDots ? null : { colours: own, low, high },
+      title: `${title} over ${AXIS_NAMES[frame.axis]}${smoothing}`, x, curves, dots, band: isDots ? null : { colours: own, low, high },
       dotsLabel: key === "loss" ? "validation loss" : title, levels: key === "loss" ? frame.levels || {} : {},
       attempts: (frame.attempts || []).slice(1), xScale: plot.scales.x, yScale: plot.scales.y, xTicks: xTicks(plot), yTicks: yTicks(plot, i),
     });
