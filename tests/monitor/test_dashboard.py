@@ -81,9 +81,9 @@ def test_settings_name_the_differences_between_runs(tmp_path):
 
 
 def test_page_and_dashboard_hide_the_scheduler_settings(tmp_path):
-    """The environment of a site may have keys of the user, and others read the page of a run."""
+    """The environment of a site may be private, and other people read the page of a run."""
     site = Site.load("frontier").to_dict()
-    site["slurm"]["environment"]["WANDB_API_KEY"] = "confidential"
+    site["slurm"]["environment"]["TEAM_QUEUE"] = "confidential"
     run = made(tmp_path / "run", [row(1)], Plan(global_batch_size=1))
     Site.from_dict(site).write(run.directory / "site.json")
     texts = json.dumps(looked_at(Run.open(run.directory)).settings)

@@ -38,7 +38,8 @@ function svgText({ title, x, curves, band, dots, dotsLabel, levels, attempts, xS
   // Programs other than browsers know neither variables of CSS nor themes. They show the light colours, which are written out.
   const theme = (k, ink, faint, ground) => `text{fill:${ink}}.ground{fill:${ground}}.grid{stroke:${faint}}.mark{stroke:${ink}}.dot{fill:${ground};stroke:${ink}}` + pairs.map((pair, i) => `.c${i} path{stroke:${pair[k]}}`).join("");
   const css = `svg{font:12px system-ui,sans-serif}path{fill:none}.title{font-size:14px;font-weight:600}.mark{stroke-dasharray:6 4}.dot{stroke-width:1.5}.pale{stroke-opacity:.35}${theme(0, "#505050", "#e6e6e6", "#fff")}@media(prefers-color-scheme:dark){${theme(1, "#c4c4c4", "#3a3a3a", "#1e1e1e")}}`;
+  const box = [left, top, width - left - right, height - top - bottom]; // An inner <svg> hides what is drawn outside of its box.
+  const inside = `<svg x="${box[0]}" y="${box[1]}" width="${box[2]}" height="${box[3]}" viewBox="${box.join(" ")}">`;
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}"><style>${css}</style>`
-    + `<defs><clipPath id="inside"><rect x="${left}" y="${top}" width="${width - left - right}" height="${height - top - bottom}"/></clipPath></defs>`
-    + `<rect class="ground" width="${width}" height="${height}"/>${text(title, left, 26, 'class="title"')}${legend.join("")}${parts.join("")}<g clip-path="url(#inside)">${drawn.join("")}</g></svg>\n`;
+    + `<rect class="ground" width="${width}" height="${height}"/>${text(title, left, 26, 'class="title"')}${legend.join("")}${parts.join("")}${inside}${drawn.join("")}</svg></svg>\n`;
 }
