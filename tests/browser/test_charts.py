@@ -181,7 +181,7 @@ def test_hostile_name_of_a_metric_is_shown_as_text(open_screen, tmp_path):
 
 
 def compared_runs(folder, names: tuple[str, str]) -> tuple[Run, dict[str, Run]]:
-    """Returns a run, and two other runs by name, whose gradient norms and learning rates differ."""
+    """Returns a run, and two runs by name with other losses, gradient norms and learning rates."""
     others = {}
     for number, name in enumerate(names, 2):
         other = recorded_run(folder / f"other-{number}", steps=300)
@@ -189,6 +189,7 @@ def compared_runs(folder, names: tuple[str, str]) -> tuple[Run, dict[str, Run]]:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         for row in rows:
             row["grad_norm"] *= number
+            row["loss"] += 0.4 * number
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         other.recipe.replace(learning_rate=number * 1e-5).write(other.directory / "recipe.json")
         others[name] = Run.open(other.directory)
