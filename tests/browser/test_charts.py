@@ -191,7 +191,7 @@ def compared_runs(folder, names: tuple[str, str]) -> tuple[Run, dict[str, Run]]:
             row["grad_norm"] *= number
             row["loss"] += 0.4 * number
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        other.recipe.replace(learning_rate=number * 1e-5).write(other.directory / "recipe.json")
+        other.recipe.replace(learning_rate=number / 1000).write(other.directory / "recipe.json")
         others[name] = Run.open(other.directory)
     return recorded_run(folder / "run", steps=300), others
 
@@ -206,7 +206,7 @@ def test_compared_runs_are_drawn_in_all_charts(open_screen, tmp_path):
         assert all(screen.coloured(pane, colour) > 30 for colour in (BLUE, GREEN, PURPLE)), pane
     legend = screen.text(".kit-runs")
     assert f"learning rate {run.recipe.learning_rate!r}" in legend
-    assert "lower rate" in legend and "learning rate 2e-05" in legend and SCRIPT in legend
+    assert "lower rate" in legend and "learning rate 0.002" in legend and SCRIPT in legend
     box = screen.page.locator(".u-over").nth(3).bounding_box()
     screen.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
     screen.settle()
@@ -219,7 +219,7 @@ def test_compared_runs_are_drawn_in_all_charts(open_screen, tmp_path):
         assert float(shown[name][1]) == pytest.approx(raw, rel=0.2), "smoothed"
     screen.page.get_by_text("Settings (").click()
     differing = screen.page.locator(".kit-settings .kit-differs").all_inner_texts()
-    rates = ["recipe.learning_rate", repr(run.recipe.learning_rate), "2e-05", "3e-05"]
+    rates = ["recipe.learning_rate", repr(run.recipe.learning_rate), "0.002", "0.003"]
     assert rates in [text.split() for text in differing]
     assert screen.page.evaluate(OVERLAPS) == []
 

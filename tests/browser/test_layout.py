@@ -36,7 +36,7 @@ OVERLAPS = """() => {
   }
   const all = box(root);
   for (const e of root.querySelectorAll('*:not(style)')) {
-    if (!seen(e) || e.closest('.u-wrap, .kit-scroll > *')) continue;
+    if (!seen(e) || e.closest('.u-wrap, .kit-scroll > *, .kit-fold:not([open]) > :not(summary)')) continue;
     const p = box(e);
     if (p.left < all.left - 1 || p.right > all.right + 1 || p.top < all.top - 1 || p.bottom > all.bottom + 1)
       faults.push(`${e.className || e.tagName} sticks out`);
