@@ -283,7 +283,6 @@ def test_chart_is_downloaded_as_svg_and_csv(open_screen, tmp_path):
         grounds.append(
             screen.page.evaluate("getComputedStyle(document.querySelector('.ground')).fill")
         )  # noqa: E501
-        screen.photograph(f"svg-{theme}")
     screen.page.emulate_media(color_scheme="light")
     assert grounds == ["rgb(255, 255, 255)", "rgb(30, 30, 30)"]
 
