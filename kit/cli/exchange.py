@@ -135,8 +135,8 @@ def average(
         typer.Option(help="Precision of the written weights.", metavar="TYPE"),
     ] = "float32",
 ) -> None:
-    """Average the weights of the last checkpoints of a run, and write them with its tokenizer to a
-    Hugging Face folder, which `kit eval` scores. The run may still be training.
+    """Average the weights of the last checkpoints of a run, and write the mean with the tokenizer
+    to a Hugging Face folder, which `kit eval` scores. The run may still be training.
 
     HLAT reports such an average of two checkpoints (arXiv 2404.10630, Table IV).
     """
@@ -202,8 +202,8 @@ def import_(
         bool,
         typer.Option(
             "--follow",
-            help="After the present lines of a log, import each new line until the log's training"
-            " ends.",
+            help="After the present lines of a log, import each new line, until the log says that"
+            " training has ended. Also ends with Ctrl-C, or when the log is deleted.",
         ),
     ] = False,
     settings: Annotated[

@@ -82,8 +82,8 @@ def validate(
     ] = None,
 ) -> None:
     """Print the error of the planner's estimates on published runs, or on the runs of your own CSV.
-    The runs of a machine form groups of similar runs. The planner predicts a published run after a
-    fit to the runs of the other groups.
+    The runs of a machine are divided into groups, for example by hidden size. The planner predicts
+    a published run after a fit to the other groups.
     """
     if rows is None and calibrate is not None:
         raise ConfigError(
@@ -132,8 +132,8 @@ def calibrate(
         ),
     ] = None,
 ) -> None:
-    """Fit the efficiencies in the planner's estimates to measured runs. The table says which
-    efficiencies these runs determine.
+    """Fit the efficiencies in the planner's estimates to measured runs, and print a table of them.
+    The table says which of them these runs are enough to determine.
     """
     from kit.estimate.fit.calibrate import calibrate as fit
 

