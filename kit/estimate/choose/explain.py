@@ -229,7 +229,8 @@ class RecommendedLayout:
         if self.search.spec.num_local_layers:
             facts.append(("MFU and HFU", self._window_note()))
         risk = row["out_of_memory_probability"]
-        facts.append(("memory", f"{used_gib:.1f} GiB a device, risk {risk:.1%}"))
+        memory = f"{used_gib:.1f} GiB a device, risk of running out of memory {risk:.1%}"
+        facts.append(("memory", memory))
         if self.budget is not None:
             text = self.budget.text(row, self.search.spec.num_params)
             facts.append((self.budget.label, text))
@@ -333,9 +334,12 @@ def _limit(answer: RecommendedLayout) -> str:
     total_s = sum(terms.values())
     useful_s = sum(terms[name] for name in USEFUL_TERMS)
     lost = next(name for name in terms if name not in USEFUL_TERMS)
+    part = lost.replace("_", " ")
+    if lost.endswith("_parallel"):
+        part += " communication"
     return (
-        f"computation: {useful_s / total_s:.0%} of the step; most is lost to"
-        f" {lost.replace('_', ' ')}, {terms[lost] / total_s:.0%}"
+        f"computation: {useful_s / total_s:.0%} of the step; the largest other part is {part},"
+        f" {terms[lost] / total_s:.0%} of the step"
     )
 
 

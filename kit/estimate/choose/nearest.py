@@ -50,8 +50,9 @@ class NearestRun:
             f"{run.spec.name} on {run.num_devices} {run.device} (TP{plan.tensor_parallel}"
             f" PP{plan.pipeline_parallel} DP{plan.data_parallel} micro {plan.micro_batch_size},"
             f" recompute {plan.recompute}, global batch {sequences} = {tokens:,} tokens;"
-            f" {run.source}): {seconds_text(run.step_time_s)} s {told},"
-            f" {seconds_text(predicted_s)} s predicted for the software of this run ({off})"
+            f" {run.source}): {seconds_text(run.step_time_s)} s {told};"
+            f" {seconds_text(predicted_s)} s predicted for this published run and its software"
+            f" ({off})"
         )
 
 
