@@ -27,7 +27,7 @@ HEADLINES = {
     ),
     "training_faults": (
         "SIGKILL: steps lost beyond the last checkpoint",
-        "steps lost after kills of ranks, although a complete checkpoint contained them",
+        "steps trained again after a kill of ranks, although a complete checkpoint contained them",
     ),
     "validate": (
         "never met, 0 runs: coverage of the 90 % interval",
@@ -88,15 +88,18 @@ def front(directory: Path = RESULTS) -> str | None:
     kills = _row(found["training_faults"], HEADLINES["training_faults"][0])
     sentences = (
         (
-            f"**Measured:** the planner's median error in step time is {_value(error)} on"
-            f" {error.note}."
+            "**Measured:** the median error of the planner (`kit plan`) in step time is"
+            f" {_value(error)} on {error.note}."
         ),
         (
-            "Fitted without any run of a machine, it predicts that machine with a mean error of"
-            f" {_value(stranger)}."
+            "If all runs of a machine are left out of the fit, the mean error on its runs is"
+            f" {_value(stranger)} (mean over the machines)."
         ),
-        f"It compares all layouts of a 1T model on 3,072 devices in {_value(search)} on one core.",
-        f"Training survived {kills.note}.",
+        (
+            "The planner compares all layouts of a 1T model on 3,072 devices in"
+            f" {_value(search)} on one core."
+        ),
+        f"{kills.note}.",
     )
     return textwrap.fill(" ".join(sentences), width=128)
 

@@ -144,9 +144,9 @@ def test_random_kills_lose_no_checkpoint(prepare, unbroken, request):
             break
         shutil.rmtree(run.directory)
     every, name = unbroken.recipe.checkpoint_every, "SIGKILL: steps lost beyond the last checkpoint"
-    note = f"{toll.kills} kills of runs with 2 ranks, {toll.in_writes} of them during a checkpoint"
-    note += " write;"
-    note += f" each of the {number_of_runs} runs ended bit for bit equal to an uninterrupted run"
+    note = f"{number_of_runs} runs with 2 ranks were killed {toll.kills} times in all,"
+    note += f" {toll.in_writes} times during a checkpoint write; each of the {number_of_runs}"
+    note += " ended bit for bit equal to an uninterrupted run"
     cost(name, toll.steps_lost, at_most=0, note=note)
     cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, at_most=0)
     assert every is not None

@@ -361,8 +361,8 @@ def _row_of_all(errors: list[Array]) -> Row:
     runs = np.concatenate(off)
     note = (
         f"{len(runs):,} published runs of {len(off)} machines. Each run was predicted by a fit that"
-        " leaves out this run and all runs similar to it. The mean error of a machine is"
-        f" {100 * min(means):.0f} to {100 * max(means):.0f} %"
+        " leaves out this run and all runs similar to it. The mean error on the runs of one"
+        f" machine is {100 * min(means):.0f} to {100 * max(means):.0f} %"
     )
     name = "published runs, their own group held out: median error"
     return row(name, float(np.median(runs)), "fraction", note=note)
