@@ -208,8 +208,8 @@ def runs(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name of a run, as `kit runs FOLDER` prints it. The picture --out has the curves"
-            " of all runs that are named in this way. Can be given up to 8 times."
+            help="Name of a run in the table that `kit runs FOLDER` prints. The picture --out has"
+            " the curves of all runs that are named in this way. Can be given up to 8 times."
         ),
     ] = None,
     out: Annotated[
