@@ -105,8 +105,9 @@ def front(directory: Path = RESULTS) -> str | None:
 
 
 def plan_example(document: Path = Path("README.md")) -> str:
-    """Returns a code block with the output of the `kit plan` command that is printed in `document`.
-    The output has 80 columns. The command may be continued over several lines.
+    """Returns a code block with the output of the `kit plan` command that is printed in `document`:
+    the rows from the layout to the nearest published run. The output has 80 columns. The command
+    may be continued over several lines.
     """
     command = re.search(r"^\$ (kit plan (?:.*\\\n)*.*)$", document.read_text(), re.M)
     assert command
@@ -118,8 +119,8 @@ def plan_example(document: Path = Path("README.md")) -> str:
         text=True,
     ).stdout
     told = "\n".join(line.rstrip() for line in told.splitlines())
-    why = told[told.index("\nlayout  ") :].strip()
-    return f"```\n$ {command[1]}\n{why}\n```"
+    rows = told[told.index("\nlayout  ") : told.index("\nother choice  ")].strip()
+    return f"```\n$ {command[1]}\n{rows}\n...\n```"
 
 
 def refresh(*documents: Path) -> Iterator[str]:
