@@ -115,17 +115,15 @@ class SpeedComparison:
         slow part of a step, if there is one.
         """
         if math.isnan(self.took_s):
-            return (
-                f"expected: {short_number(self.low_s)} to {short_number(self.high_s)} s a step"
-                f" ({self.calibration}); too few steps to compare"
-            )
+            band = _band_words(self.expected_s, self.low_s, self.high_s, self.calibration)
+            return f"expected: {band}; too few steps to compare"
         text = comparison_sentence(
             self.took_s,
             self.expected_s,
             self.low_s,
             self.high_s,
             self.calibration,
-            steps=f"median of {self.took_steps} steps",
+            steps=f"median of the last {self.took_steps} steps",
         )
         part = self.slow_part
         if part is None:
@@ -149,16 +147,26 @@ def comparison_sentence(
         low_s: lower end of the interval in seconds.
         high_s: upper end of the interval in seconds.
         label: description of the runs to which the prediction is fitted.
-        steps: phrase such as `median of 200 steps`, which says over which steps `took_s` was
-            measured. It is needed if the view also shows a step time over fewer steps.
+        steps: phrase such as `median of the last 200 steps`, which says over which steps `took_s`
+            was measured. It is needed if the view also shows a step time over fewer steps.
     """
-    took = f"{short_number(took_s)} s ({steps})" if steps else f"{short_number(took_s)} s"
-    band = f"{short_number(low_s)} to {short_number(high_s)} s a step"
+    took = f"measured {short_number(took_s)} s a step"
+    if steps:
+        took += f" ({steps})"
+    text = f"{took}, predicted {_band_words(expected_s, low_s, high_s, label)}"
     if low_s <= took_s <= high_s:
-        return f"as expected: {took}, 90 % interval {band} ({label})"
+        return f"as expected: {text}"
     ratio = took_s / expected_s - 1
     how = "slower" if ratio > 0 else "faster"
-    return f"{how} than expected by {abs(ratio):.0%}: {took}, not {band} ({label})"
+    return f"{how} than expected by {abs(ratio):.0%}: {text}"
+
+
+def _band_words(expected_s: float, low_s: float, high_s: float, label: str) -> str:
+    """Returns a predicted step time with its 90 % interval in words. `label` describes the runs to
+    which the prediction is fitted.
+    """
+    interval = f"{short_number(low_s)} to {short_number(high_s)} s"
+    return f"{short_number(expected_s)} s, 90 % interval {interval} ({label})"
 
 
 def compare_speed_with_prediction(

@@ -65,7 +65,9 @@ def estimated(plan: Plan) -> float:
 def test_run_at_predicted_speed_is_as_expected(tmp_path, plan):
     found = compare_speed(recorded(tmp_path / "run", plan, estimated(plan)))
     assert found.low_s < found.took_s < found.high_s and found.verdict.startswith("as expected")
-    assert f"{found.took_s:.3g} s (median of {found.took_steps} steps)" in found.verdict
+    measured = f"measured {found.took_s:.3g} s a step (median of the last {found.took_steps} steps)"
+    predicted = f"predicted {found.expected_s:.3g} s, 90 % interval {found.low_s:.3g} to"
+    assert measured in found.verdict and predicted in found.verdict
     assert found.parts_s == {}, "of metrics that do not tell"
     assert "calibrated on" in found.verdict and found.slow_part is None
     assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
