@@ -26,7 +26,7 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
     labels = []
     rows = [{"task": "heldout", "bits per byte": ours, **bits_per_byte}]
     ratios = [0.34 * (len(bits_per_byte) + 1), 0.5 * max(1, len(choices))]
-    with new_figure(2, height=sum(ratios) + 1.2, height_ratios=ratios) as (figure, (left, right)):
+    with new_figure(2, height=sum(ratios) + 1.4, height_ratios=ratios) as (figure, (left, right)):
         bars = {**bits_per_byte, "this model": ours}
         drawn = left.barh(
             list(bars), list(bars.values()), color=[GREY] * len(bits_per_byte) + [BLUE], height=0.55
@@ -58,7 +58,10 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
             right.text(1, place + 0.32, score.coverage, color=GREY, ha="right")
         right.set_yticks(range(len(choices)), labels)
         right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.4))
-        right.set_title("Accuracy, 95 % interval; grey: chance; answers' bits")
+        right.set_title(
+            "Accuracy with 95 % interval; grey line: chance\n"
+            "below the task's name: bits per byte of the right answer"
+        )
         for axis in (left, right):
             axis.grid(visible=False)
     return figure, rows
