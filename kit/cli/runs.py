@@ -315,15 +315,15 @@ def _ledger_tables(spent: "Ledger") -> list[Table | str]:
         row.append(part["meaning"])
         rows.append(row)
     title = (
-        f"{spent.goodput:.1%} of the device-hours of {spent.run} count; shares are of all time,"
-        " waiting too"
+        f"{spent.goodput:.1%} of the device-hours of {spent.run} were productive; shares are of all"
+        " time, waiting included"
     )
     parts: list[Table | str] = [Table(*names, right=names[1:-1], title=title, rows=rows)]
     if spent.idle_s:
         parts.append(
             f"{duration(spent.idle_s)} between attempts, in which none was wanted, are in no part."
         )
-    names = ("attempt", "devices", "time", "of its device-hours count", "last word")
+    names = ("attempt", "devices", "time", "productive device-hours", "last word")
     rows = []
     for share in spent.attempts:
         took = duration(sum(share.seconds.values()))

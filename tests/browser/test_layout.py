@@ -140,7 +140,7 @@ def test_tables_keep_their_width_beside_long_texts(browser):
     names = ("run", "state", "step", "loss", "MFU", "attempt", "recompute", "warmup steps")
     row = {name: "4.0504" for name in names}
     reason = "rank 0 ended with code 78: RunError: stopped at step 160: the gradient norm is inf. "
-    caption = "70% of the run's device-hours count; shares are of all time"
+    caption = "70% of the run's device-hours were productive; shares are of all time"
     style = "<style>table {table-layout: fixed} td, th {padding: 0.5em; max-width: none}</style>"
     tables = (Table([row | {f"setting {i}": "none" for i in range(7)} | {"reason": 3 * reason}]),)
     tables += (Table([{"part": "waiting", "share": "1%"}], caption),)
