@@ -165,9 +165,9 @@ class ProgramSandbox:
         """Line for a report. It says how programs were isolated, and which resources they could
         have reached.
         """
-        held = "separate namespaces" if self.is_isolated else "processes with limits only"
-        reached = ", ".join(self.missing) or "none"
-        return f"programs ran in {held}; resources outside that they could reach: {reached}"
+        held = "its own namespaces" if self.is_isolated else "a process with limits only"
+        reached = ", ".join(self.missing) or "nothing"
+        return f"each program ran in {held}; outside, it could reach: {reached}"
 
     def run(self, program: str, test: str = "") -> ProgramOutcome:
         """Runs `program`, then `test` with the same global variables, and returns the outcome.

@@ -165,7 +165,7 @@ def test_missing_isolation_is_refused_unless_accepted(monkeypatch):
     with pytest.raises(ConfigError, match=message):
         ProgramSandbox(LIMITS)
     accepted = ProgramSandbox(LIMITS, require=False)
-    assert "they could reach: files, the network, other processes" in accepted.isolation
+    assert "it could reach: files, the network, other processes" in accepted.isolation
     kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)"
     assert not accepted.run(kill, "assert False").passed
 
