@@ -150,7 +150,7 @@ def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> Figur
     If `runs` contains a folder with attention times that were measured on this machine, a second
     panel shows these times.
     """
-    kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
+    kernels = {"FlashAttention-2": 2, "FlashAttention-1": 1, "scores written out": 0}
     modelled = [_by_length(label, code, lengths) for label, code in kernels.items()]
     own = measured_on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
     panels = {"": [*modelled, *own]}

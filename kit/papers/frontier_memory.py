@@ -165,5 +165,5 @@ def _modelled_beside(log: FigureLayer, label: str, modelled_bytes: Any) -> Figur
     """
     y = np.broadcast_to(np.asarray(modelled_bytes) / GIB, log.y.shape)
     error = np.mean(np.abs(y / log.y - 1))
-    source = f"mean error {error:.0%} on the log ({label}), no coefficient fitted to the log"
+    source = f"mean error {error:.0%} beside the log; no coefficient was fitted to the log"
     return FigureLayer.modelled(label, log.x, y, error=source)

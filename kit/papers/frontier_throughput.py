@@ -116,7 +116,7 @@ def observations_content(runs: Runs = ()) -> TableContent:
                 "": relation.claim,
                 "observation": statements[relation.claim],
                 "throughput ratio": number,
-                "layer": SCALES[relation.layer],
+                "kind": SCALES[relation.layer],
                 "found": f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})",
                 "expected": expected,
                 "verdict": relation.verdict,

@@ -87,6 +87,7 @@ def test_log_verdicts_compare_speed_with_model() -> None:
     *lumi, authors = [row["is it as fast as it should be?"] for row in frontier_model.verdicts()]
     assert len(lumi) == 5 and all(words.startswith("as expected: ") for words in lumi)
     assert authors.startswith("slower than expected by 7")
+    assert "measured 196 s a step, predicted 1" in authors, "and names the centre of the interval"
 
 
 def test_headline_throughput_is_inside_interval() -> None:
@@ -115,7 +116,7 @@ def test_observations_are_judged_on_measured_runs(frontier_runs, tmp_path) -> No
     assert [each.verdict for each in measured_relations([contrary])[:2]] == ["fails", "fails"]
     assert measured_relations(frontier_runs[:1]) == []
     table, _ = paper_figure("frontier-observations").draw(frontier_runs)
-    assert [row["layer"] for row in table.rows].count("measured, demo scale") == 4
+    assert [row["kind"] for row in table.rows].count("measured, demo scale") == 4
     assert repr(table).count("III.1") == 2 and "TP 8 / TP 1" in table._repr_html_()
 
 
