@@ -101,20 +101,28 @@ def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
 
 def _missed_ratios(failed: Sequence[Relation]) -> str:
     """Returns a sentence that names the cost ratios (trn1 over p4d) for which the planner
-    contradicts the paper. It has the smallest and the largest of the planner's values of each
-    ratio. `failed` are the failed checks. If `failed` is empty, the sentence is "".
+    contradicts the paper. It has the numbers of nodes of the failed checks of each ratio, and the
+    smallest and the largest of the planner's values on these nodes. `failed` are the failed checks.
+    If `failed` is empty, the sentence is "".
     """
     if not failed:
         return ""
-    values: dict[str, list[float]] = {}
+    by_ratio: dict[str, list[Relation]] = {}
     for relation in failed:
-        ratio = relation.claim.rpartition(",")[0]
-        values.setdefault(ratio, []).append(relation.value)
+        by_ratio.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
     ranges = []
-    for ratio, found in values.items():
-        ends = dict.fromkeys([f"{min(found):.2f}", f"{max(found):.2f}"])
-        ranges.append(f"{ratio} {' to '.join(ends)}")
+    for ratio, checks in by_ratio.items():
+        nodes = [check.claim.rpartition(", ")[2].removesuffix(" nodes") for check in checks]
+        values = [check.value for check in checks]
+        ends = dict.fromkeys([f"{min(values):.2f}", f"{max(values):.2f}"])
+        ranges.append(f"{ratio} on {_enumeration(nodes)} nodes (modelled {' to '.join(ends)})")
     return f"MISSED: {'; '.join(ranges)}."
+
+
+def _enumeration(words: Sequence[str]) -> str:
+    """Returns words in one text, separated by commas, with `and` before the last word."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def trainium_rates_content(runs: Runs = ()) -> FigureContent:

@@ -51,20 +51,20 @@ MARKER_OFFSET = 0.2
 heights."""
 SHORT = {
     "sequence_length": "sequence length",
-    "commonsense": "CR",
-    "world_knowledge": "WK",
-    "reading": "RC",
+    "commonsense": "common sense (CR)",
+    "world_knowledge": "world knowledge (WK)",
+    "reading": "reading (RC)",
     "math": "Math",
     "mmlu": "MMLU",
-    "code_pass_1": "p@1",
-    "code_pass_10": "p@10",
-    "average": "avg",
-    "crows_pairs_english": "CrowS en",
-    "crows_pairs_french": "CrowS fr",
-    "truthfulqa_mc1": "mc1",
-    "truthfulqa_mc2": "mc2",
+    "code_pass_1": "pass@1",
+    "code_pass_10": "pass@10",
+    "crows_pairs_english": "CrowS-Pairs, English",
+    "crows_pairs_french": "CrowS-Pairs, French",
+    "truthfulqa_mc1": "TruthfulQA mc1",
+    "truthfulqa_mc2": "TruthfulQA mc2",
 }
-"""Maps the kit's name of a table column to its heading as printed in the paper's tables."""
+"""Maps the kit's name of a table column to its heading. Brackets have the heading as printed in the
+paper's tables."""
 SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Columns whose printed headings in Table IV are swapped, compared with Table II. Maps each of them
 to the other."""

@@ -112,6 +112,7 @@ def data_mix_content(runs: Runs = ()) -> FigureContent:
     whole = FACTS.value("mix_whole", "total")
     percent = FACTS.value("mix_whole_share", "total")
     stage = FACTS.value("mix_stage", "length")
+    begin = FACTS.value("mix_stage", "from")
     layer = FigureLayer.published(tokens, label="billion tokens")
     rows = panel_rows({"": [layer]})
     for row, share in zip(rows, shares, strict=True):
@@ -131,7 +132,8 @@ def data_mix_content(runs: Runs = ()) -> FigureContent:
     return FigureContent(
         panels={"": [layer]},
         values={
-            "begin": f"{FACTS.value('mix_stage', 'from'):,g}",
+            "begin": f"{begin:,g}",
+            "end": f"{begin + stage:,g}",
             "passes": f"{stage / whole:.2f}",
             "whole": f"{whole:g}",
             "percent": f"{percent:g}",
