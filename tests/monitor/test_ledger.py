@@ -121,7 +121,7 @@ def test_ledger_costs_use_devices_of_each_attempt(told):
 def test_status_why_prints_the_ledger(told, run):
     words = " ".join(why(told).split())
     assert "36.8% of the device-hours of a run were productive" in words, "14 of 38 s"
-    assert "shares are of all time, waiting too" in words and "20.6%" in words, "14 of 68 s"
+    assert "shares are of all time, waiting included" in words and "20.6%" in words, "14 of 68 s"
     assert "30.8%" in words and "50.0%" in words, "8 of 26 s and 6 of 12, attempt by attempt"
     assert "node3 no longer answers" in words and "first step" in words
     assert "in no part" not in words
