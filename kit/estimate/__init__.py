@@ -18,7 +18,7 @@ _NAMES = {
     "theory.layouts": ("Layouts",),
     "theory.memory": ("memory_by_stage",),
     "theory.schedule": ("simulate_plan",),
-    "theory.timeline": ("timeline_figure",),
+    "theory.timeline": ("step_memory_figure", "timeline_figure"),
     "tuning.figures": ("sensitivity_figure", "trials_figure"),
     "tuning.objectives": ("EstimatedRate",),
     "tuning.tune": ("sensitivity", "tune"),

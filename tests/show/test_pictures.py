@@ -5,27 +5,41 @@ themes.
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
+import torch
 
 from cluster.field_docs import html_table
 from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
+from kit.demo import REPOSITORY
 from kit.estimate.choose import figures
 from kit.estimate.choose.search import search
 from kit.estimate.theory.layouts import Layouts
-from kit.estimate.theory.memory import memory_by_stage
+from kit.estimate.theory.memory import StageMemory, memory_by_stage
 from kit.estimate.theory.schedule import simulate_plan
-from kit.estimate.theory.timeline import timeline_figure
+from kit.estimate.theory.timeline import memory_over_step, step_memory_figure, timeline_figure
 from kit.estimate.tuning.figures import sensitivity_figure, trials_figure
 from kit.estimate.tuning.tune import Trial, Trials
 from kit.evaluate.figures import interval_figure, score_figure
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
-from kit.show.pictures import flop_basis_figure, stage_weights_figure, tensor_split_picture
+from kit.model import TENSOR_PARALLEL_SPLIT, Decoder
+from kit.show.pictures import (
+    RUN_FILES,
+    block_picture,
+    flop_basis_figure,
+    ring_all_reduce,
+    ring_all_reduce_picture,
+    run_directory_picture,
+    stage_weights_figure,
+    tensor_split_picture,
+    zero_stages_picture,
+)
 from kit.show.style import new_figure, short
 from kit.show.table import Table
 from kit.show.theme import DARK, GREY, TEXT
@@ -71,6 +85,12 @@ DRAWN = {
     "stage weights": lambda: stage_weights_figure(
         {stage: (9 * 10**9, 10 * 10**9) for stage in range(16)}
     )[0],
+    "block": lambda: drawn_block("llama3-8b")[0],
+    "widest block": lambda: drawn_block("gpt-1t")[0],
+    "norms after": lambda: drawn_block("olmo2-7b")[0],
+    "ring": lambda: ring_all_reduce_picture(4)[0],
+    "zero": lambda: zero_stages()[0],
+    "step memory": lambda: step_memory_figure(simulations()[0], step_memory())[0],
     "scores": lambda: score_figure(report(), {"unigram model": 3.0})[0],
     "interval": lambda: interval_figure(0.64, 0.5, {50: "scored here", 1838: "all of PIQA"})[0],
     "memory": lambda: figures.memory_figure(stages(), 64 * 2.0**30)[0],
@@ -84,6 +104,37 @@ DRAWN = {
     "sensitivity": lambda: sensitivity_figure({"micro_batch_size": 0.6, "num_nodes": 0.4})[0],
     "never met": lambda: never_met_figure(strangers()),
 }
+
+
+def drawn_block(name: str) -> tuple:
+    spec = ModelSpec.preset(name)
+    with torch.device("meta"):
+        block = Decoder(spec.replace(num_layers=1)).layers["0"]
+    shapes = {name: tuple(weight.shape) for name, weight in block.named_parameters()}
+    return block_picture(spec, shapes, TENSOR_PARALLEL_SPLIT)
+
+
+def zero_stages() -> tuple:
+    spec = ModelSpec.preset("hlat-7b")
+    plan = Plan(data_parallel=4, global_batch_size=16, precision="bf16")
+    held = {}
+    for stage in range(4):
+        states = memory_by_stage(Layouts.of(spec, [plan.replace(zero_stage=stage)]))
+        held[stage] = {name: size.item() for name, size in states.bytes_per_param.items()}
+    return zero_stages_picture(held, plan.data_parallel, spec.num_params)
+
+
+def step_memory(schedule: str = "1f1b") -> StageMemory:
+    """Returns the memory of each device of a 7B model in a pipeline of `simulations`."""
+    virtual_stages = 1 if schedule == "1f1b" else 2
+    plan = Plan(
+        pipeline_parallel=4,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        global_batch_size=8,
+        precision="bf16",
+    )
+    return memory_by_stage(Layouts.of(ModelSpec.preset("hlat-7b"), [plan]))
 
 
 def pareto():
@@ -127,6 +178,107 @@ def strangers() -> list:
 @pytest.mark.parametrize("name", DRAWN)
 def test_figure_fits_page_in_both_themes(name: str) -> None:
     check_data(DRAWN[name]())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
+def test_ring_all_reduce_sums_on_every_rank(num_ranks: int) -> None:
+    """The messages are executed on numbers. All messages of one step are sent at the same time."""
+    tensors = np.random.default_rng(0).normal(size=(num_ranks, num_ranks))
+    expected = np.broadcast_to(tensors.sum(axis=0), tensors.shape)
+    sends = ring_all_reduce(num_ranks)
+    for step in range(2 * (num_ranks - 1)):
+        before = tensors.copy()
+        for _, phase, sender, receiver, chunk in (each for each in sends if each.step == step):
+            own = tensors[receiver, chunk] if phase == "reduce-scatter" else 0.0
+            tensors[receiver, chunk] = own + before[sender, chunk]
+    assert np.allclose(tensors, expected)
+    assert sum(send.sender == 0 for send in sends) == 2 * (num_ranks - 1)
+    assert len(sends) == num_ranks * 2 * (num_ranks - 1)
+
+
+def test_ring_picture_counts_summed_ranks() -> None:
+    _, rows = ring_all_reduce_picture(4)
+    assert [row["ranks summed"] for row in rows if row["sender"] == 0] == [2, 3, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt-22b", "llama3-8b", "olmo2-7b"])
+def test_block_picture_has_every_weight(name: str) -> None:
+    _, rows = drawn_block(name)
+    assert sum(row["number"] for row in rows) == ModelSpec.preset(name).params_per_layer
+    split = {row["weight"]: row["split by"] for row in rows}
+    assert split["attention.query.weight"] == "column"
+    assert split["attention.output.weight"] == "row"
+    assert split.get("attention.output.bias", "") == ""
+
+
+def test_zero_picture_has_the_planners_bytes() -> None:
+    """Over four replicas, ZeRO 1 divides 12 bytes by four, ZeRO 2 also 4 bytes, and ZeRO 3 keeps no
+    bf16 weights.
+    """
+    _, rows = zero_stages()
+    assert [row["bytes"] for row in rows] == [18, 9, 6, 4]
+    plan = Plan(data_parallel=4, zero_stage=1, global_batch_size=16, precision="bf16")
+    spec = ModelSpec.preset("hlat-7b")
+    state_bytes = memory_by_stage(Layouts.of(spec, [plan])).state_bytes.item()
+    assert rows[1]["GiB"] == pytest.approx(state_bytes / 2**30)
+
+
+@pytest.mark.parametrize(("number", "schedule"), [(0, "1f1b"), (1, "interleaved"), (2, "zbv")])
+def test_largest_memory_of_a_step_is_the_planners(number: int, schedule: str) -> None:
+    stages = step_memory(schedule)
+    _, rows = step_memory_figure(simulations()[number], stages)
+    assert [row["GiB"] for row in rows] == pytest.approx(stages.total_bytes / 2**30)
+
+
+def test_memory_of_a_step_rises_by_micro_batches() -> None:
+    """In 1F1B, device 0 of 4 saves four micro-batches before it frees one, and all are freed at the
+    end. Device 3 saves one.
+    """
+    devices = memory_over_step(simulations()[0], step_memory())
+    saved = [device["saved_bytes"] for device in devices]
+    of_one = saved[3].max()
+    assert saved[0][:4] / saved[0].max() == pytest.approx([0.25, 0.5, 0.75, 1])
+    assert set(saved[3]) == {0, of_one}
+    assert [each[-1] for each in saved] == [0, 0, 0, 0]
+
+
+def test_run_directory_picture_lists_known_files(tmp_path: Path) -> None:
+    for name in ("spec.json", "plan.attempt_01.json", ".reserve", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000001" / "manifest.json").touch()
+    figure, rows = run_directory_picture(tmp_path)
+    job = "ranks and supervisor"
+    assert [tuple(row.values()) for row in rows] == [
+        ("checkpoints/", job, "1 file"),
+        ("metrics.jsonl", job, "2 lines"),
+        ("notes.txt", "", ""),
+        ("plan.attempt_01.json", job, ""),
+        ("spec.json", "launch and resume", ""),
+    ]
+    check_data(figure)
+
+
+def test_run_files_have_the_documented_writers() -> None:
+    documented: dict[str, set[str]] = {}
+    page = (REPOSITORY / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    table = page.split("## Files and folders")[1].split("```")[0]
+    for names, _, writer in re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) \|$", table, re.M):
+        known = "ranks and supervisor"
+        if writer.startswith("each launch"):
+            known = "launch and resume"
+        if re.match(r"`kit|these commands|commands", writer):
+            known = "commands and views"
+        for name in re.findall(r"`([^`]+)`", names):
+            documented.setdefault(name.split("/")[0], set()).add(known)
+    assert len(documented) > 30
+    found = {
+        name: [key for key, patterns in RUN_FILES.items() if any(map(Path(name).match, patterns))]
+        for name in documented
+    }
+    assert all(len(keys) == 1 for keys in found.values()), found
+    assert not {name for name, keys in found.items() if keys[0] not in documented[name]}
 
 
 def test_machine_with_too_few_runs_is_marked() -> None:

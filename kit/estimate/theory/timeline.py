@@ -1,5 +1,5 @@
-"""Figure of simulated pipeline schedules. It shows over time when each device computes and when it
-waits.
+"""Figures of simulated pipeline schedules. They show over time when each device computes and when
+it waits, and how much memory it needs.
 """
 
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cluster.record import counted
+from kit.estimate.theory.memory import StageMemory
 from kit.estimate.theory.orders import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -17,7 +18,7 @@ from kit.estimate.theory.orders import (
 )
 from kit.estimate.theory.schedule import Simulation
 from kit.show.style import Rows, new_figure
-from kit.show.theme import BLUE, GREEN, GREY, GROUND, INK, VERMILION
+from kit.show.theme import BLUE, GREEN, GREY, GROUND, INK, PURPLE, TEXT, VERMILION
 
 COLOURS = {FORWARD: BLUE, BACKWARD: VERMILION, BACKWARD_INPUT: VERMILION, BACKWARD_WEIGHT: GREEN}
 NAMES = {
@@ -45,6 +46,90 @@ TEETH = 9
 continues after the drawn part."""
 TOOTH = 0.012
 """Depth of a tooth of the zigzag line, as a share of the time axis."""
+
+STEP_MEMORY = {
+    "state_bytes": ("weights, gradients, optimizer, buffers", BLUE),
+    "saved_bytes": ("saved for backward", VERMILION),
+    "workspace_bytes": ("workspace", PURPLE),
+}
+"""Maps the parts of `memory_over_step` to their name in a legend and their colour."""
+
+
+def memory_over_step(simulation: Simulation, stages: StageMemory) -> list[dict[str, Array]]:
+    """Returns the memory of each pipeline device over one step. Each device has a dict of arrays:
+    `time_s`, and the bytes of each part of STEP_MEMORY from that time to the next.
+
+    `stages` is the result of `memory_by_stage` for the simulated plan. A micro-batch is saved from
+    the start of its forward pass to the end of its backward pass, or of its weight gradients if
+    these are computed alone. The largest number of saved micro-batches needs the planner's
+    activations and tensors of embedding and logits. The workspace is needed in each backward pass
+    that computes gradients of the input. So the largest sum of a device is `stages.total_bytes`.
+    """
+    order = simulation.order
+    saved = stages.activations + stages.embedding_logits
+    found = []
+    for device in range(order.num_devices):
+        kind = order.kind[device]
+        start_s, end_s = simulation.start_s[device], simulation.end_s[device]
+        is_work = kind != PADDING
+        is_backward = np.isin(kind, (BACKWARD, BACKWARD_INPUT))
+        time_s = np.unique(np.concatenate([start_s[is_work], end_s[is_work]]))
+
+        def count(times: Array, until_s: Array = time_s) -> Array:
+            return np.searchsorted(np.sort(times), until_s, side="right")
+
+        freed = end_s[np.isin(kind, (BACKWARD, BACKWARD_WEIGHT))]
+        in_flight = count(start_s[kind == FORWARD]) - count(freed)
+        running = count(start_s[is_backward]) - count(end_s[is_backward])
+        state = stages.state_bytes[device] + np.broadcast_to(stages.buffers, saved.shape)[device]
+        workspace = np.broadcast_to(stages.workspace, saved.shape)[device]
+        found.append(
+            {
+                "time_s": time_s,
+                "state_bytes": np.full_like(time_s, state),
+                "saved_bytes": saved[device] * in_flight / in_flight.max(),
+                "workspace_bytes": workspace * running,
+            }
+        )
+    return found
+
+
+def step_memory_figure(simulation: Simulation, stages: StageMemory) -> tuple[Any, Rows]:
+    """Returns (figure, rows) of the memory of each pipeline device over one step, with one panel
+    per device. The rows are a table of the parts of `memory_over_step` in GiB at their largest sum.
+    """
+    from matplotlib.collections import PolyCollection
+
+    rows: Rows = []
+    devices = memory_over_step(simulation, stages)
+    with new_figure(
+        len(devices), height=0.95 * len(devices) + 1.1, sharex=True, sharey=True, squeeze=False
+    ) as (figure, axes):
+        for device, (axis, parts) in enumerate(zip(axes[:, 0], devices, strict=True)):
+            time_s = parts["time_s"]
+            start_s = np.concatenate([[0.0], time_s])
+            end_s = np.concatenate([time_s, [simulation.makespan_s]])
+            bottom = np.zeros_like(start_s)
+            for name, (label, colour) in STEP_MEMORY.items():
+                # Before its first operation and after its last, a device has only its state.
+                before = parts[name][0] if name == "state_bytes" else 0.0
+                size = np.concatenate([[before], parts[name]]) / 2**30
+                is_held = size > 0
+                bars = boxes(start_s, end_s, bottom + size / 2, size)[is_held]
+                axis.add_collection(PolyCollection(bars, facecolor=colour, label=label))
+                bottom = bottom + size
+            largest = bottom.argmax()
+            row = {
+                name.replace("_bytes", "_GiB"): float(parts[name][largest - 1] / 2**30)
+                for name in STEP_MEMORY
+            }
+            rows.append({"device": device, **row, "GiB": float(bottom[largest])})
+            axis.set_title(f"device {device}: at most {bottom[largest]:.1f} GiB")
+        axes[-1, 0].set(xlabel="time, s", xlim=(0, simulation.makespan_s))
+        axes[0, 0].set(ylim=(0, 1.08 * max(row["GiB"] for row in rows)))
+        figure.supylabel("GiB", fontsize=TEXT)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    return figure, rows
 
 
 def timeline_figure(
