@@ -15,7 +15,7 @@ import torch
 
 from cluster.field_docs import html_table
 from cluster.site import Site
-from kit.config.plan import Plan
+from kit.config.plan import Plan, Schedule
 from kit.config.spec import ModelSpec
 from kit.demo import REPOSITORY
 from kit.estimate.choose import figures
@@ -124,7 +124,7 @@ def zero_stages() -> tuple:
     return zero_stages_picture(held, plan.data_parallel, spec.num_params)
 
 
-def step_memory(schedule: str = "1f1b") -> StageMemory:
+def step_memory(schedule: Schedule = "1f1b") -> StageMemory:
     """Returns the memory of each device of a 7B model in a pipeline of `simulations`."""
     virtual_stages = 1 if schedule == "1f1b" else 2
     plan = Plan(
@@ -224,7 +224,7 @@ def test_zero_picture_has_the_planners_bytes() -> None:
 
 
 @pytest.mark.parametrize(("number", "schedule"), [(0, "1f1b"), (1, "interleaved"), (2, "zbv")])
-def test_largest_memory_of_a_step_is_the_planners(number: int, schedule: str) -> None:
+def test_largest_memory_of_a_step_is_the_planners(number: int, schedule: Schedule) -> None:
     stages = step_memory(schedule)
     _, rows = step_memory_figure(simulations()[number], stages)
     assert [row["GiB"] for row in rows] == pytest.approx(stages.total_bytes / 2**30)

@@ -116,7 +116,12 @@ def step_memory_figure(simulation: Simulation, stages: StageMemory) -> tuple[Any
                 size = np.concatenate([[before], parts[name]]) / 2**30
                 is_held = size > 0
                 bars = boxes(start_s, end_s, bottom + size / 2, size)[is_held]
-                axis.add_collection(PolyCollection(bars, facecolor=colour, label=label))
+                # Without edges, neighbouring boxes of one colour would have a pale seam.
+                axis.add_collection(
+                    PolyCollection(
+                        bars, facecolor=colour, edgecolor=colour, linewidth=0.4, label=label
+                    )
+                )
                 bottom = bottom + size
             largest = bottom.argmax()
             row = {
