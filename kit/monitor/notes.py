@@ -5,7 +5,6 @@ the page of `kit watch --html` show the notes.
 from pathlib import Path
 
 from cluster.files import open_for_reading, write_atomic
-from cluster.login.mirror import mirror_of
 from kit.errors import ConfigError
 from kit.run import Run
 from kit.show.terminal import plain
@@ -40,7 +39,7 @@ def notes_are_editable(run: Run) -> bool:
     as a whole cannot be edited in the dashboard.
     """
     is_shown_completely = len(read_notes(run.directory)) <= MOST_CHARACTERS
-    return run.is_writable and mirror_of(run.directory) is None and is_shown_completely
+    return run.is_writable and not run.is_mirror and is_shown_completely
 
 
 def write_notes(run: Run, text: str) -> None:

@@ -177,7 +177,14 @@ class Run(Owned):
         are on a cluster behind a login node, or the run was imported from the log of another
         training code.
         """
-        return self.is_imported or mirror_of(self.directory) is not None
+        return self.is_imported or self.is_mirror
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether the directory is the local mirror of a run on a cluster behind a login node. What
+        is written into a mirror does not reach the run.
+        """
+        return mirror_of(self.directory) is not None
 
     def differing_fields(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
         """Returns the fields in which this run's configuration differs from `wanted`. The key is
