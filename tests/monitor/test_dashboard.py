@@ -41,7 +41,7 @@ def test_notes_of_other_places_are_only_read(tmp_path, monkeypatch, obstacle):
     if obstacle == "another user's run":
         monkeypatch.setattr("cluster.ownership.other_owner", lambda _: "anna")
     else:
-        monkeypatch.setattr("kit.monitor.notes.mirror_of", lambda _: "frontier")
+        monkeypatch.setattr(Run, "is_mirror", True)
     dashboard = looked_at(run)
     dashboard.write_notes("mine")
     notes = dashboard.notes()
