@@ -308,7 +308,7 @@ class Coefficients(Record):
         (0.918, 0.11),
         (0.80, 0.15),
         (0.2, 1.0),
-        "share of the peak FLOP/s that very large matrix products reach",
+        "share of the highest matrix-product FLOP/s that very large matrix products reach",
     )
     gemm_edge: float = coefficient(
         (45.9, 0.41),
@@ -326,13 +326,13 @@ class Coefficients(Record):
         (0.561, 0.33),
         (0.5, 0.3),
         (0.1, 1.0),
-        "share of the peak FLOP/s that attention reaches if scores are written to memory",
+        "share of the highest matrix-product FLOP/s that attention with stored scores reaches",
     )
     flash_efficiency: float = coefficient(
         (0.561, 0.30),
         (0.5, 0.3),
         (0.1, 1.0),
-        "share of the peak FLOP/s that fused attention reaches",
+        "share of the highest matrix-product FLOP/s that fused attention reaches",
     )
     unfused_traffic: float = coefficient(
         (3.01, 0.27),
