@@ -368,12 +368,12 @@ def _supervised(job: JobSpec, request: SlurmRequest, python: str, source: str) -
     return [
         RULER,
         (
-            "# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save"
-            " and stop, starts anew,"
+            "# The supervisor counts the attempt (KIT_ATTEMPT), turns Slurm's signals into requests"
+            " to save and stop, restarts"
         ),
         (
-            "# here or elsewhere, what has failed, and records the end. The keeper of each task"
-            " says how it ended."
+            "# failed ranks, here or in another job, and records the end. The keeper, each rank's"
+            " parent, records how it ended."
         ),
         f"cd {quote(source)} || fail 'the kit is not visible on this node'",
         f'exec {_words(supervisor, *isolated)} "$KIT_RUN_DIR" -- \\',

@@ -87,8 +87,8 @@ run_rank() {
 }
 export -f run_rank
 # ----------------------------------------------------------------------------------------------------
-# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, starts anew,
-# here or elsewhere, what has failed, and records the end. The keeper of each task says how it ended.
+# The supervisor counts the attempt (KIT_ATTEMPT), turns Slurm's signals into requests to save and stop, restarts
+# failed ranks, here or in another job, and records the end. The keeper, each rank's parent, records how it ended.
 cd /shared/kit || fail 'the kit is not visible on this node'
 exec /shared/environment/bin/python -I -u /shared/kit/cluster/start.py cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=384 --ntasks=3072 --ntasks-per-node=8 \

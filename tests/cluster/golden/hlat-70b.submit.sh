@@ -80,8 +80,8 @@ copy_cache() {
 export -f copy_cache
 srun --nodes=256 --ntasks=256 --ntasks-per-node=1 bash -c copy_cache || fail "the compiled graphs cannot be copied to all nodes"
 # ----------------------------------------------------------------------------------------------------
-# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, starts anew,
-# here or elsewhere, what has failed, and records the end. The keeper of each task says how it ended.
+# The supervisor counts the attempt (KIT_ATTEMPT), turns Slurm's signals into requests to save and stop, restarts
+# failed ranks, here or in another job, and records the end. The keeper, each rank's parent, records how it ended.
 cd /shared/kit || fail 'the kit is not visible on this node'
 exec /shared/environment/bin/python -I -u /shared/kit/cluster/start.py cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=256 --ntasks=256 --ntasks-per-node=1 \
