@@ -113,9 +113,11 @@ def memory_figure(
     return figure, rows
 
 
-def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]:
+def breakdown_figure(
+    terms: Mapping[str, Mapping[str, Any]], *, title: str = ""
+) -> tuple[Any, Rows]:
     """Returns (figure, rows). The figure has one horizontal bar per layout, divided into the terms
-    of its step time in %. The rows are a table of the terms in seconds.
+    of its step time in %, and the title `title`. The rows are a table of the terms in seconds.
 
     `terms` maps the title of a bar to the layout's terms (`StepTime.terms_s`), which map a name to
     seconds. Terms below the share SMALLEST in all layouts are drawn together as `other`, so that
@@ -155,6 +157,7 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
                     )
             left = left + shares
         axis.set(
+            title=title,
             xlim=(0, 100),
             ylim=(len(terms) - 0.5, -0.5),
             xlabel="% of the step",
@@ -260,7 +263,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
             time_s[front],
             where="post",
             color=VERMILION,
-            label="no layout is better in both",
+            label="no layout is both faster and smaller",
         )
         axis.axvline(capacity, color=GREY, linestyle="--", linewidth=1, label="memory of a device")
         for name, index in (marked or {}).items():
