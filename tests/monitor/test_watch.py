@@ -92,7 +92,7 @@ def test_short_terminal_omits_only_oldest_alerts(run):
     (folder / "manifest.json").write_text("{}")
     for step in range(10, 200, 20):
         AlertLog(run.directory / "alerts.jsonl").add([alert("loss spike 9 " * 9, step * 60)])
-    words = "\n".join(_screen(run, 80)[:14])
+    words = "\n".join(_screen(run, 80)[:15])
     for wanted in ("● running", "loss", "MFU", *NEWEST, "saved at step 400"):
         assert wanted in words
 
