@@ -33,7 +33,7 @@ FIRST = {
         "No machine of that name is known here: give its HostName in ~/.ssh/config. "
     ),
     "Connection refused": (
-        "The machine takes no ssh now: wait until it does, or mend its Port in ~/.ssh/config. "
+        "The machine takes no ssh now: wait until it does, or correct its Port in ~/.ssh/config. "
     ),
 }
 """Advice that an error message gives first, by words in the error message of ssh. After these
@@ -142,7 +142,7 @@ def _words(login: str) -> list[str]:
 
 def _advice(login: str, said: str = "") -> str:
     first = next((what for words, what in FIRST.items() if words in said), "")
-    return f"{first}Open one: `{open_command(login)}`"
+    return f"{first}Open a connection: `{open_command(login)}`"
 
 
 def _config() -> list[str]:

@@ -84,7 +84,7 @@ def test_job_behind_a_login_node_end_to_end(behind, login_node, tmp_path):
     assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason)
     status = job.status()
     assert status.state is JobState.RUNNING and "ssh" in status.reason and "-fN" in status.reason
-    with pytest.raises(NoConnectionError, match="Open one: `ssh -F .* -fN -- frontier`"):
+    with pytest.raises(NoConnectionError, match="Open a connection: `ssh -F .* -fN -- frontier`"):
         job.stop()
     login_node.on()
     assert eventually(lambda: (job.status().step or 0) > step)
@@ -230,7 +230,9 @@ def test_unknown_host_and_closed_port_errors_differ(tmp_path, monkeypatch):
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
     told = {"closed": "Connection refused.*Port", "unknown": "resolve hostname.*HostName"}
     for name, first in told.items():
-        with pytest.raises(NoConnectionError, match=f"{first} in ~/.ssh/config. Open one: "):
+        with pytest.raises(
+            NoConnectionError, match=f"{first} in ~/.ssh/config. Open a connection: "
+        ):
             connection.ssh(name, "true")
 
 
