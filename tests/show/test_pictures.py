@@ -95,7 +95,8 @@ DRAWN = {
     "interval": lambda: interval_figure(0.64, 0.5, {50: "scored here", 1838: "all of PIQA"})[0],
     "memory": lambda: figures.memory_figure(stages(), 64 * 2.0**30)[0],
     "breakdown": lambda: figures.breakdown_figure(
-        {f"gpt-{size}, as published": PARTS for size in ("22b", "175b", "1t")}
+        {f"gpt-{size}, as published": PARTS for size in ("22b", "175b", "1t")},
+        title="Modelled time of a step, divided into terms",
     )[0],
     "predicted": lambda: figures.predicted_figure(predicted(), title="Without their group")[0],
     "pareto": lambda: pareto(),
