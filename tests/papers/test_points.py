@@ -71,7 +71,7 @@ def test_points_template_is_accepted_once_filled(name, unit, point, tmp_path) ->
     ("name", "text", "complaint"),
     [
         (WEAK, HEAD + "175B,128,89 %,f", "175B,128,89 %: y: '89 %' is not allowed. Give a number"),
-        (WEAK, HEAD + "175B,128,89 %,f", "alone, in the unit of: weak, % of one"),
+        (WEAK, HEAD + "175B,128,89 %,f", "alone, in the unit of: throughput per GCD, % of one"),
         (WEAK, HEAD + "175B,1024,0.89,f", "y: 0.89 is far from what is drawn (80 to 110)"),
         (
             NAMED,
