@@ -95,6 +95,7 @@ def front(directory: Path = RESULTS) -> str | None:
             "If all runs of a machine are left out of the fit, the mean error on its runs is"
             f" {_value(stranger)} (mean over the machines)."
         ),
+        "The form of the equations was chosen on these runs, so both errors are optimistic.",
         (
             "The planner compares all layouts of a 1T model on 3,072 devices in"
             f" {_value(search)} on one core."

@@ -51,7 +51,7 @@ class NearestRun:
             f" PP{plan.pipeline_parallel} DP{plan.data_parallel} micro {plan.micro_batch_size},"
             f" recompute {plan.recompute}, global batch {sequences} = {tokens:,} tokens;"
             f" {run.source}): {seconds_text(run.step_time_s)} s {told};"
-            f" {seconds_text(predicted_s)} s predicted for this published run and its software"
+            f" {seconds_text(predicted_s)} s by the planner, whose fit has seen this run"
             f" ({off})"
         )
 

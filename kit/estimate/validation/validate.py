@@ -360,9 +360,10 @@ def _row_of_all(errors: list[Array]) -> Row:
     means = [error.mean() for error in off]
     runs = np.concatenate(off)
     note = (
-        f"{len(runs):,} published runs of {len(off)} machines. Each run was predicted by a fit that"
-        " leaves out this run and all runs similar to it. The mean error on the runs of one"
-        f" machine is {100 * min(means):.0f} to {100 * max(means):.0f} %"
+        f"{len(runs):,} published runs of {len(off)} machines. Each run was predicted by a fit"
+        " without its group: the run alone, or all runs of equal hidden size, shape or layout. The"
+        " mean error on the runs of one machine is"
+        f" {100 * min(means):.0f} to {100 * max(means):.0f} %"
     )
     name = "published runs, their own group held out: median error"
     return row(name, float(np.median(runs)), "fraction", note=note)
