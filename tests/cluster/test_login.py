@@ -77,7 +77,7 @@ def test_job_behind_a_login_node_end_to_end(behind, login_node, tmp_path):
         submission.submit(lone(here), behind)
 
     login_node.off()
-    with pytest.raises(NoConnectionError, match="Open one"):
+    with pytest.raises(NoConnectionError, match="Open a connection"):
         submission.submit(lone(tmp_path / "laptop" / "late"), behind)
     assert not (tmp_path / "laptop" / "late").exists()
     step = job.status().step or 0
