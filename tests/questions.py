@@ -114,8 +114,10 @@ QUESTIONS = (
     Question(
         "What does the kit predict for Frontier's model of 1T parameters as published?",
         "kit plan frontier-1t --devices 3072 --batch 9600",
-        "The name of a published recipe plans its layout on its machine. The row `nearest measured"
-        " run` has the published time.",
+        "The name of a published recipe plans its layout on its machine. The row `nearest published"
+        " run` is this run. Its time is derived from the published rate, with a remembered batch,"
+        " and the planner's fit contains it. A fit without it is 8 % too fast ([benchmarks]"
+        "(benchmarks.md#how-far-estimates-can-be-trusted)).",
     ),
     Question(
         "Does HLAT's 70B fit on Trainium as published, and how long does it take?",
