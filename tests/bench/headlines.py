@@ -35,7 +35,8 @@ HEADLINES = {
     ),
     "train_speed": (
         "kit / plain loop, 1 thread, llama-100m",
-        "training a Llama of 110M on one thread: tokens/s, divided by the tokens/s of a plain loop",
+        "training a Llama of 110M on one thread: tokens/s, divided by the tokens/s of a plain loop"
+        " with the usual allocator setting (with the kit's setting the demo model gains nothing)",
     ),
     "monitor": (
         "kernel CPU at 4 Hz, of one core",
