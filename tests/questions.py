@@ -116,7 +116,7 @@ QUESTIONS = (
         "kit plan frontier-1t --devices 3072 --batch 9600",
         "The name of a published recipe plans its layout on its machine. The row `nearest published"
         " run` is this run. Its time is derived from the published rate, with a remembered batch,"
-        " and the planner's fit contains it. A fit without it is 8 % too fast ([benchmarks]"
+        " and the planner's fit contains it. A fit without it is less accurate ([benchmarks]"
         "(benchmarks.md#how-far-estimates-can-be-trusted)).",
     ),
     Question(
