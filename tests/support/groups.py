@@ -6,12 +6,14 @@ still run. Further arguments select groups by name.
 
 import argparse
 import dataclasses
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 POLL_S = 0.2
@@ -149,23 +151,28 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="GROUP", help="groups of the set; default: all")
     options = parser.parse_args()
     if options.tests == "test":
-        commands = {name: group.command("--durations=25") for name, group in TEST.items()}
-        commands["check"] = CHECK
+        groups, others, arguments = TEST, {"check": CHECK}, ["--durations=25"]
         at_a_time = TEST_AT_A_TIME
     else:
-        commands = {
-            name: group.command("--quick", "--durations=5") for name, group in QUICK.items()
-        }
+        groups, others, arguments = QUICK, {}, ["--quick", "--durations=5"]
         at_a_time = QUICK_AT_A_TIME
-    if unknown := [name for name in options.names if name not in commands]:
-        parser.error(f"{', '.join(unknown)}: unknown. Groups: {', '.join(commands)}.")
-    if options.names:
-        commands = {name: commands[name] for name in options.names}
+    names = options.names or [*groups, *others]
+    if unknown := [name for name in names if name not in groups and name not in others]:
+        parser.error(f"{', '.join(unknown)}: unknown. Groups: {', '.join([*groups, *others])}.")
+    # By default all pytest processes of a user share one folder and remove old files of each other
+    # there. That fails if a test run was killed while a file system was mounted in it.
+    folder = Path(tempfile.mkdtemp(prefix="kit-tests-"))
+    commands = others | {
+        name: group.command(f"--basetemp={folder / name}", *arguments)
+        for name, group in groups.items()
+    }
+    commands = {name: commands[name] for name in names}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     failed = run_groups(commands, at_a_time)
     if failed:
-        print(f"Failed: {', '.join(failed)}.")
+        print(f"Failed: {', '.join(failed)}. Files of the tests: {folder}")
         return 1
+    shutil.rmtree(folder, ignore_errors=True)
     print(f"Passed: {', '.join(commands)}.")
     return 0
 
