@@ -330,7 +330,8 @@ def _why_lost(run_dir: Path, state: RunState) -> str:
 
 def with_end_reason(run_dir: Path, state: RunState, reason: str) -> str:
     """Returns `reason`, followed by the line that explains the end in the log of the batch script
-    or the supervisor.
+    or the supervisor. A line about an earlier attempt is left out: one supervisor starts several
+    attempts, and a killed supervisor writes no line about its last one.
     """
     for file in script_logs(run_dir, state):
         tail = log_tail(file)
@@ -341,7 +342,8 @@ def with_end_reason(run_dir: Path, state: RunState, reason: str) -> str:
         if task and file == compile_log(run_dir, state.attempt):
             own = run_dir / "logs" / f"compile_rank_{int(task[1]):05d}.log"
             said = end_reason(log_tail(own)) or said
-        if said:
+        earlier = re.search(r"\battempt (\d+): ", said)
+        if said and not (earlier and int(earlier[1]) < state.attempt):
             return f"{reason}. {file.relative_to(run_dir)} ends with: {said}"
     return reason
 

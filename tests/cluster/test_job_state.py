@@ -575,3 +575,17 @@ def test_reason_of_compile_job_is_its_first_failure(tmp_path):
     state = read_state(tmp_path)
     assert state is not None
     assert status.with_end_reason(tmp_path, state, "failed").endswith(": no compiler")
+
+
+def test_reason_is_not_taken_from_an_earlier_attempt(tmp_path):
+    """One local supervisor starts several attempts. It was killed in attempt 2."""
+    log = tmp_path / "logs" / "attempt_01_supervisor.log"
+    log.parent.mkdir()
+    log.write_text("first: attempt 1: rank 1 was killed by SIGKILL (often: out of memory)\n")
+    for attempt in (1, 2):
+        update_state(tmp_path, attempt=attempt, state="starting")
+    state = read_state(tmp_path)
+    assert state is not None
+    assert status.with_end_reason(tmp_path, state, "is gone") == "is gone"
+    first = state.replace(attempt=1)
+    assert "SIGKILL" in status.with_end_reason(tmp_path, first, "is gone")
