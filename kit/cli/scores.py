@@ -377,14 +377,15 @@ def generate(
     ] = "",
     step: StepOption = None,
     tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--max-new-tokens",
             "--tokens",
-            help="Largest number of tokens to generate.",
+            help="Largest number of tokens to generate. Default: 100, or less if the model's"
+            " sequences have no room for 100.",
             metavar="N",
         ),
-    ] = 100,
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature. 0 always takes the most likely token.")
     ] = 0.8,

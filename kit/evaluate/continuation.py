@@ -3,14 +3,19 @@ folder.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.record import counted
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import precision_of_dtype
 from kit.interop.weights.other_trainers import check_safetensors, not_a_model
 from kit.run import Run
+
+DEFAULT_TOKENS = 100
+"""Largest number of generated tokens, if the caller gives none."""
 
 
 def continue_text(source: Run | str | Path, prompt: str = "", **options: Any) -> str:
@@ -26,7 +31,7 @@ def continued_texts(
     *,
     num_texts: int = 1,
     step: int | None = None,
-    num_tokens: int = 100,
+    num_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -37,7 +42,8 @@ def continued_texts(
     tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[str]:
     """Yields `num_texts` continuations of a prompt, each of up to `num_tokens` tokens. A text is
-    shorter if the model ends it. Text number i, from 0, is drawn with seed `seed` + i.
+    shorter if the model ends it. If `num_tokens` is None, it is 100, or less if the model's
+    sequences have no room for 100. Text number i, from 0, is drawn with seed `seed` + i.
 
     The source is a run, or a Hugging Face folder with any decoder that transformers loads. `step`
     selects the checkpoint of a run, by default the newest. The whole model is on one device.
@@ -53,7 +59,7 @@ def continued_texts(
             model's sequences.
         CheckpointError, RunError, DataError: The model or its tokenizer cannot be read.
     """
-    if num_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+    if (num_tokens is not None and num_tokens < 1) or temperature < 0 or not 0 < top_p <= 1:
         raise ConfigError(
             f"num_tokens {num_tokens}, temperature {temperature}, top_p {top_p}: not allowed. Give"
             " a token or more, a temperature from 0, and a top_p above 0 up to 1."
@@ -90,12 +96,7 @@ def continued_texts(
             "prompt: is empty, and the tokenizer has no token that begins or ends a text. Give a"
             " prompt."
         )
-    longest = config_length(model.config)
-    if longest is not None and len(tokens) + num_tokens > longest:
-        raise ConfigError(
-            f"prompt: {len(tokens):,} tokens, and {num_tokens:,} to write, are more than the"
-            f" {longest:,} of a sequence of the model. Give a shorter one, or ask for fewer."
-        )
+    num_tokens = _num_new_tokens(num_tokens, len(tokens), config_length(model.config))
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if temperature == 0:
         # At temperature 0 nothing is sampled. None overrides the values of the folder's generation
@@ -158,3 +159,21 @@ def _open_run(directory: Path) -> Run:
 def is_hugging_face_folder(path: Path) -> bool:
     """Returns whether a path is a folder with a `config.json`, but not a run directory."""
     return (path / "config.json").is_file() and not (path / "spec.json").exists()
+
+
+def _num_new_tokens(asked: int | None, num_in_prompt: int, longest: int | None) -> int:
+    """Returns the largest number of tokens to generate. `longest` is the number of tokens of the
+    model's longest sequence. None: it has no limit.
+
+    Raises:
+        ConfigError: Prompt and new tokens are longer than the model's sequences.
+    """
+    room = math.inf if longest is None else longest - num_in_prompt
+    number = int(max(1, min(DEFAULT_TOKENS, room))) if asked is None else asked
+    if number > room:
+        raise ConfigError(
+            f"prompt: {counted(num_in_prompt, 'token')}, and {number:,} to write, are more than the"
+            f" {longest:,} of a sequence of the model. Give a shorter prompt, or fewer"
+            " --max-new-tokens."
+        )
+    return number

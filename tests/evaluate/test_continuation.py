@@ -67,9 +67,14 @@ def test_generate_command_prints_text(folder):
     assert "\x1b" not in text, "a model's text is shown, never obeyed"
 
 
+def test_default_number_of_tokens_fits_the_model(folder):
+    """`kit eval` recommends `kit generate RUN`. The model's sequences have 64 tokens."""
+    assert continue_text(folder, PROMPT)
+
+
 def test_impossible_generation_is_refused(folder, tmp_path):
     for wrong, message in (
-        ({}, "100 to write, are more than the 64 of a sequence"),
+        ({"num_tokens": 100}, "100 to write, are more than the 64 of a sequence.*--max-new-tokens"),
         ({"top_p": 0}, "top_p 0: not allowed"),
         ({"step": 5}, "step 5: .* is a Hugging Face folder"),
     ):
