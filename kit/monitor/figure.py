@@ -85,7 +85,7 @@ def snapshot(dashboard: Dashboard) -> Any:
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_pane(left, QUANTITIES["loss"].title, x, rows[:3], BLUE)
-    _use_log_axis_if_wide(left, rows[2])
+    use_log_axis_if_wide(left, rows[2])
     speeds = rows[3:] * QUANTITIES[speed].chart_factor
     _draw_pane(right, QUANTITIES[speed].title, x, speeds, GREEN)
     if len(x):
@@ -206,7 +206,7 @@ def _draw_loss(
         x = step[validated]
         y = table["validation_loss"][validated]
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="validation")
-    _use_log_axis_if_wide(axis, loss)
+    use_log_axis_if_wide(axis, loss)
     draw_levels(axis, baselines)
     legend_under_title(axis)
     _draw_attempts(axis, table)
@@ -237,13 +237,17 @@ def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
         )
 
 
-def _use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
+def use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
     """Makes the loss axis logarithmic if the ratio of the largest to the least loss is above
     LOG_AXIS_RATIO. On a linear axis, the curve before a jump of the loss would look flat.
     """
+    from matplotlib.ticker import LogFormatter
+
     known = losses[np.isfinite(losses)]
     if len(known) and 0 < LOG_AXIS_RATIO * known.min() < known.max():
         axis.set_yscale("log")
+        # Matplotlib's own labels contain TeX, which the style of the kit's files does not parse.
+        axis.yaxis.set_major_formatter(LogFormatter())
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metrics) -> None:

@@ -16,7 +16,7 @@ from cluster.state import JobError
 from cluster.status import watch_silent
 from kit.errors import RunError, kit_command
 from kit.monitor.curves import mask_undrawable
-from kit.monitor.figure import moving_average
+from kit.monitor.figure import moving_average, use_log_axis_if_wide
 from kit.monitor.quantities import QUANTITIES, quantity_text
 from kit.monitor.settings import differing_settings, run_settings
 from kit.run import Run
@@ -202,6 +202,8 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
             left.plot(columns["step"], moving_average(columns["loss"]), label=short(label), **style)
             right.plot(columns["step"], scale * mask_undrawable(columns[speed]), **style)
+        averages = [moving_average(columns["loss"]) for columns in table.values()]
+        use_log_axis_if_wide(left, np.concatenate(averages))
         right.set(title=title, xlabel="optimizer step", ylim=(0, None))
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure, table

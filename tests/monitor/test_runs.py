@@ -136,6 +136,15 @@ def test_compare_figure_has_a_curve_per_run_with_gaps(tmp_path):
         runs_table(tmp_path / "none")
 
 
+def test_comparison_with_diverged_run_shows_both_curves(tmp_path):
+    good = make(tmp_path / "good", steps=10)
+    diverged = make(tmp_path / "diverged", steps=10)
+    rows = [row(step, loss=8.0 * 10.0 ** (step / 2)) for step in range(1, 11)]
+    (diverged.directory / "metrics.jsonl").write_text(lines(rows))
+    figure, _ = compare_figure([good, diverged])
+    assert figure.axes[0].get_yscale() == "log"
+
+
 # The commands `kit runs`, `kit export` and `kit import` -------------------------------------------
 
 

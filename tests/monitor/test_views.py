@@ -15,6 +15,7 @@ from kit.config.plan import Plan
 from kit.monitor import run_figure, status_table
 from kit.monitor.text import status_row
 from kit.run import Run
+from kit.show.style import save_figure
 from tests.support.pictures import check_data
 from tests.support.recorded_runs import lines, made, row, say, spoil
 
@@ -44,6 +45,17 @@ def test_figure_of_empty_and_diverged_run_is_drawn(run, losses):
     labels = [line.get_label() for line in axis.get_lines()]
     assert (f"not finite ({lost})" in labels) == (lost > 0)
     assert np.isfinite(axis.get_ylim()).all(), "steps before it keep their scale"
+
+
+def test_saved_figure_of_diverged_run_has_plain_labels(run, tmp_path):
+    rows = [row(step, loss=loss) for step, loss in enumerate([8.0, 7.0, 4e6, 2e7], start=1)]
+    (run.directory / "metrics.jsonl").write_text(lines(rows))
+    figure, table = run_figure(run)
+    assert figure.axes[0].get_yscale() == "log"
+    save_figure(figure, table, [tmp_path / "run.svg"])
+    text = (tmp_path / "run.svg").read_text()
+    assert "1e+07" in text or "1e7" in text
+    assert "mathdefault" not in text
 
 
 def test_run_figure_shows_baseline_and_layouts(run):
