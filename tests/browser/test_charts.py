@@ -5,6 +5,7 @@ The choice of charts is stored in the browser.
 import csv
 import json
 import xml.etree.ElementTree as ElementTree
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -321,3 +322,13 @@ def test_added_charts_fit_wide_and_narrow_pages(open_screen, tmp_path, dark):
         assert screen.page.evaluate(OVERLAPS) == [], width
         screen.photograph(f"added-{'dark' if dark else 'light'}-{width}")
     assert screen.coloured(6, LIGHT_BLUE if dark else BLUE) > 50
+
+
+def test_ticks_of_steps_are_whole_numbers(browser):
+    """With three steps, ticks at 1.5 and 2.5 would be printed as 2 and 3, so 2 and 3 twice."""
+    source = (files("kit.monitor") / "static" / "numbers.js").read_text()
+    page = browser.new_page()
+    page.add_script_tag(content=source)
+    assert page.evaluate("splits(1, 4, false, 8, 1)") == [1, 2, 3, 4]
+    assert page.evaluate("splits(1, 4, false, 8)") == [1, 1.5, 2, 2.5, 3, 3.5, 4]
+    page.close()

@@ -609,7 +609,7 @@ function render({ model, el }) {
   }
   function dashOf(k) { return DASHES[Math.floor(k / (COLOURS.length - 1)) % DASHES.length]; }
   // Return the ticks [position, text] of an axis of a chart.
-  function xTicks(u) { const { min, max } = u.scales.x; return splits(min, max, view.log_x, Math.max(3, u.width / 70)).map((v) => [v, axisValue(state.frame.axis, v)]); }
+  function xTicks(u) { const { min, max } = u.scales.x; return splits(min, max, view.log_x, Math.max(3, u.width / 70), state.frame.axis === "time" ? 0 : 1).map((v) => [v, axisValue(state.frame.axis, v)]); }
   function yTicks(u, i) {
     const { key, isLarge, logY } = panes[i], { min, max } = u.scales.y, at = ticks(min, max, state.logY && logY, u.height > 300 ? 9 : isLarge ? 6 : 4, key);
     return at.map((v) => [v, key === "mfu" ? +(100 * v).toPrecision(3) : /_bytes$/.test(key) ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(digits(at)) : "0") : short(v, significant(at))]);
@@ -672,7 +672,8 @@ function render({ model, el }) {
       ctx.fillStyle = state.dark ? "#ffffff1c" : "#00000012";
       ctx.fillRect(left, top, right - left, bottom - top);
       ctx.restore();
-      for (const v of band) rule(left, at(v), right, at(v), [2, 3]);
+      // An edge outside the chart has no line: at the border of the chart, the line would show a wrong value.
+      for (const v of band) if (v >= u.scales.y.min && v <= u.scales.y.max) rule(left, at(v), right, at(v), [2, 3]);
       ctx.textAlign = "right";
       const words = bandInWords(key), fits = ctx.measureText(words).width < bbox.width;
       const value = at(lastOf(u.data[3])), isNearBottom = bottom - value < value - top; // The text is written at the edge that is farther from the curve.

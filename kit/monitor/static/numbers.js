@@ -23,8 +23,8 @@ function duration(s) {
 function clock(t) { return new Date(1000 * t).toTimeString().slice(0, 8); }
 function axisValue(axis, v) { return axis === "time" ? duration(v) : axis === "tokens" ? short(v) : whole(v); }
 
-// Returns tick positions: 1, 2 and 5 in each decade if a logarithmic axis spans about a decade or more, otherwise even steps.
-function splits(low, high, log, most) {
+// Returns tick positions: 1, 2 and 5 in each decade if a logarithmic axis spans about a decade or more, otherwise even steps of at least `least`.
+function splits(low, high, log, most, least = 0) {
   if (!(high > low)) return [low];
   if (log && low > 0 && high / low > 8) {
     for (const digits of [[1, 2, 5], [1, 3], [1]]) {
@@ -34,7 +34,7 @@ function splits(low, high, log, most) {
       if (found.length <= most || digits.length === 1) return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
     }
   }
-  const raw = (high - low) / most, size = 10 ** Math.floor(Math.log10(raw));
+  const raw = Math.max(least, (high - low) / most), size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((d) => d * size).find((s) => s >= raw * 0.999);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-12); i++) found.push(+(i * step).toPrecision(12));
