@@ -392,8 +392,12 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
         # The local mirror of the run has the names of its checkpoints, but not their files.
         newest = max(run.checkpoints.steps(), default=None)
     if newest is not None and newest >= num_steps:
+        last_step = run.recipe.num_steps
+        done = f"has finished its {newest} steps"
+        if newest < last_step:
+            done = f"has trained {newest} of {last_step} steps"
         raise RunError(
-            f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for."
+            f"{run.directory} {done}, and {num_steps} were asked for."
             f" {Run.open(run.directory).resume_advice(plan, num_steps)}"
         )
 

@@ -158,6 +158,9 @@ def _tell_next(run: Path) -> None:
     """Prints the user's next step with a run. It depends on the state of the run."""
     status = read_status(run)
     text, command = NEXT.get(status.state, ("Follow it:", "watch"))
+    last_step = Run.open(run).recipe.num_steps
+    if status.state is JobState.DONE and status.step is not None and status.step < last_step:
+        text, command = "It was stopped before its last step. Continue it:", "resume"
     report = read_exit(run)
     words = []
     if command == "logs" and report and report.attempt == status.attempt and report.failing_rank:

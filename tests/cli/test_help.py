@@ -125,6 +125,7 @@ def test_help_texts_are_printed_completely(words, command, monkeypatch) -> None:
 TABLE = """
 status done                              | eval done
 status done --why                        | eval done
+status stopped                           | resume stopped
 status failed                            | logs failed
 status live                              | watch live
 watch done                               | eval done
@@ -159,7 +160,8 @@ checks.
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
-    recorded_run(folder / "done", steps=80, state=JobState.DONE)
+    recorded_run(folder / "done", steps=80, planned=80, state=JobState.DONE)
+    recorded_run(folder / "stopped", steps=80, planned=300, state=JobState.DONE)
     recorded_run(folder / "failed", steps=30, state=JobState.FAILED)
     recorded_run(folder / "live", steps=30)
     (folder / "empty").mkdir()
