@@ -24,7 +24,7 @@ from typing import Any
 
 from cluster.interpreter import source_command
 from cluster.process import Process
-from cluster.record import ConfigError, Record, field_doc
+from cluster.record import ConfigError, Record, counted, field_doc
 from cluster.slurm.queries import client_environment, slurm_command
 from cluster.state import JobError
 
@@ -33,6 +33,11 @@ ACCOUNTING_PACKAGES = "slurmdbd slurm-wlm-mysql-plugin mariadb-server"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
 START_WAIT_S = 60.0
+LONGEST_SOCKET = 107
+"""Largest number of bytes in the path of a Unix socket on Linux (`sun_path` in unix(7))."""
+LARGEST_JOB, LARGEST_STEP = 99_999, 2**32 - 1
+"""Largest numbers of a job and of a step in the name of a socket that slurmd makes for each step of
+a job. Steps of the batch script have numbers just below 2^32 (slurm.h)."""
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 
 
@@ -104,14 +109,16 @@ class Sandbox(Record):
             accounting: whether slurmdbd and MariaDB run too, so that sacct works.
 
         Raises:
-            JobError: Programs are missing, the directory does not belong to the user, or a daemon
-                does not start. In the last case, the message ends with the last lines of the logs.
+            JobError: Programs are missing, the path of the directory is too long, the directory
+                does not belong to the user, or a daemon does not start. In the last case, the
+                message ends with the last lines of the logs.
         """
         if reason := why_not(accounting):
             raise JobError(reason)
         directory = Path(root or default_root()).absolute()
         if running := cls.find(directory):
             return running
+        _check_length(directory, num_nodes)
         if isolated is None:
             isolated = can_isolate()
         sandbox = cls(
@@ -345,6 +352,19 @@ def read_sandbox(directory: Path) -> tuple[Sandbox, Process] | None:
         return Sandbox.read(directory / "sandbox.json"), keeper
     except ConfigError:
         return None
+
+
+def _check_length(directory: Path, num_nodes: int) -> None:
+    """Raises JobError if the paths of Slurm's sockets would be too long. Slurm would then hold each
+    job with the reason "launch failed".
+    """
+    node = f"node{num_nodes}"
+    file = directory / "nodes" / node / "spool" / f"{node}_{LARGEST_JOB}.{LARGEST_STEP}"
+    if (excess := len(os.fsencode(file)) - LONGEST_SOCKET) > 0:
+        raise JobError(
+            f"{directory}: the path is too long for a sandbox, by {counted(excess, 'byte')}. The"
+            f" paths of Slurm's sockets may have {LONGEST_SOCKET} bytes. Give a shorter directory."
+        )
 
 
 def can_isolate() -> bool:

@@ -88,7 +88,7 @@ def test_munge_key_link_is_replaced_by_a_file(tmp_path):
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
-def test_new_folder_is_private_to_its_user(tmp_path, monkeypatch):
+def test_new_folder_is_private_to_its_user(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
     seen = []
 
@@ -98,5 +98,14 @@ def test_new_folder_is_private_to_its_user(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sandbox, "write_configuration", write)
     with pytest.raises(JobError, match="far enough"):
-        Sandbox.start(tmp_path / "a" / "sandbox")
+        Sandbox.start(tmp_path_factory.mktemp("s") / "a" / "sandbox")
     assert seen == [0o700]
+
+
+def test_path_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
+    """Slurm would hold each job of such a sandbox with the reason "launch failed"."""
+    monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
+    long = tmp_path / ("x" * 60)
+    with pytest.raises(JobError, match=r"too long for a sandbox, by \d+ bytes.*Give a shorter"):
+        Sandbox.start(long)
+    assert not long.exists()

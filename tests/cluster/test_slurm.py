@@ -362,7 +362,7 @@ def test_accounting_without_end_time_reads_as_stopping(monkeypatch):
     assert told == [(JobState.STOPPING, None), (JobState.FAILED, 3), (JobState.RUNNING, None)]
 
 
-def test_sandbox_avoids_the_network_of_another(sandbox, tmp_path):
+def test_sandbox_avoids_the_network_of_another(sandbox, tmp_path_factory):
     if not sandbox.isolated:
         pytest.skip("only isolated nodes have a network of their own")
     wanted = sandbox.values()["network"]
@@ -370,7 +370,8 @@ def test_sandbox_avoids_the_network_of_another(sandbox, tmp_path):
     def would_take_it(root):
         return Sandbox(root=str(root), isolated=True).values()["network"] == wanted
 
-    root = next(filter(would_take_it, (tmp_path / f"sandbox-{n}" for n in range(100_000))))
+    folder = tmp_path_factory.mktemp("s")
+    root = next(filter(would_take_it, (folder / f"sandbox-{n}" for n in range(100_000))))
     other = Sandbox.start(root)
     try:
         # a later network, if the next one is in use too
@@ -383,16 +384,16 @@ def test_sandbox_avoids_the_network_of_another(sandbox, tmp_path):
 
 
 @pytest.fixture
-def start_sandbox(tmp_path):
-    """Returns a function that starts a Slurm sandbox (simulated cluster) in a separate folder. The
-    sandbox is stopped after the test.
+def start_sandbox(tmp_path_factory):
+    """Returns a function that starts a Slurm sandbox (simulated cluster) in a separate folder. Its
+    path is short, since Slurm makes sockets in it. The sandbox is stopped after the test.
     """
     started = []
 
-    def start(root=tmp_path / "sandbox", **how):
+    def start(**how):
         if reason := why_not(accounting=how.get("accounting", False)):
             pytest.skip(reason)
-        started.append(Sandbox.start(root, **how))
+        started.append(Sandbox.start(tmp_path_factory.mktemp("s") / "sandbox", **how))
         return started[-1]
 
     yield start
@@ -404,19 +405,19 @@ def test_sandbox_without_namespaces_runs_a_job(start_sandbox, tmp_path, monkeypa
     """A second start finds the running sandbox. `stop` removes the folder of the sandbox."""
     sandbox = start_sandbox(num_nodes=2, isolated=False)
     assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
-    again = Sandbox.start(tmp_path / "sandbox")
+    again = Sandbox.start(sandbox.root)
     assert again == sandbox.replace(was_running=True), "a second start finds the first"
     assert again.was_running and not sandbox.was_running
     be_client(sandbox, monkeypatch)
     job = submit(standin(tmp_path / "run", num_nodes=2), Site.load(sandbox.site_file))
     assert job.wait(60).state is JobState.DONE
     sandbox.stop()
-    assert not (tmp_path / "sandbox").exists() and Sandbox.find(tmp_path / "sandbox") is None
+    assert not Path(sandbox.root).exists() and Sandbox.find(sandbox.root) is None
 
 
-def test_notebook_03_leaves_the_users_sandbox_running(start_sandbox, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.sandbox.default_root", lambda: tmp_path / "mine")
-    mine = start_sandbox(tmp_path / "mine", num_nodes=2, isolated=False)
+def test_notebook_03_leaves_the_users_sandbox_running(start_sandbox, monkeypatch):
+    mine = start_sandbox(num_nodes=2, isolated=False)
+    monkeypatch.setattr("cluster.sandbox.default_root", lambda: Path(mine.root))
     cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells}
     names: dict = {}
     job = occupy(mine, 600, num_nodes=2)
@@ -429,7 +430,8 @@ def test_notebook_03_leaves_the_users_sandbox_running(start_sandbox, tmp_path, m
         left = Sandbox.find()
         assert left, "the user's sandbox has ended"
         assert left.run("squeue", "--noheader", "--format=%i %T").split() == [job, "RUNNING"]
-        assert [path.name for path in tmp_path.iterdir()] == ["mine"], "the notebook's own has gone"
+        folders = [path.name for path in Path(mine.root).parent.iterdir()]
+        assert folders == ["sandbox"], "the notebook's own sandbox has gone"
     finally:
         if "sandbox" in names:
             names["sandbox"].stop()

@@ -160,8 +160,9 @@ def main() -> int:
     if unknown := [name for name in names if name not in groups and name not in others]:
         parser.error(f"{', '.join(unknown)}: unknown. Groups: {', '.join([*groups, *others])}.")
     # By default all pytest processes of a user share one folder and remove old files of each other
-    # there. That fails if a test run was killed while a file system was mounted in it.
-    folder = Path(tempfile.mkdtemp(prefix="kit-tests-"))
+    # there. That fails if a test run was killed while a file system was mounted in it. The folder
+    # has a short name, since paths of sockets have at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="kit-"))
     commands = others | {
         name: group.command(f"--basetemp={folder / name}", *arguments)
         for name, group in groups.items()
