@@ -409,9 +409,10 @@ class WandbSink:
         self, attempt: int, step: int, time_s: float | None, values: dict[str, float]
     ) -> None:
         if attempt not in self.attempts:
-            self.attempts[attempt] = self._open(attempt)
-            # wandb has no address for a run that it stores offline.
-            self.address = self.attempts[attempt].url or ""
+            opened = self._open(attempt)
+            # wandb has no address for a run that it stores offline, and warns who asks for it.
+            self.address = "" if opened.offline else opened.url or ""
+            self.attempts[attempt] = opened
         wall_time = {} if time_s is None else {"time": time_s}
         self.attempts[attempt].log({"step": step, "attempt": attempt, **wall_time, **values})
 

@@ -72,7 +72,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
         if value not in (None, []):
             yield name, value
-    elif "source" in value:
+    elif {"value", "source"} <= value.keys():
         yield name, value["value"]
     else:
         for key, inner in value.items():

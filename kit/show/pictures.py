@@ -60,6 +60,7 @@ RUN_FILES = {
         "import.json",
         "login.json",
         "login_seen.json",
+        "notes.txt",
     ),
 }
 """Maps each writer of a run directory to patterns of the files and folders that it writes, as in

@@ -269,7 +269,7 @@ def test_run_files_have_the_documented_writers() -> None:
         known = "ranks and supervisor"
         if writer.startswith("each launch"):
             known = "launch and resume"
-        if re.match(r"`kit|these commands|commands", writer):
+        if re.match(r"`kit|these commands|commands|the dashboard", writer):
             known = "commands and views"
         for name in re.findall(r"`([^`]+)`", names):
             documented.setdefault(name.split("/")[0], set()).add(known)

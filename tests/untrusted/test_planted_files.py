@@ -252,7 +252,8 @@ def wrong_words(said: hostile.Said, is_ended: bool, is_usage_error: bool = False
     """
     found = []
     codes = (0, 1, 130) if is_ended else (0, 1)
-    if is_usage_error and "is not readable" in said.text:
+    # The message is printed in a box, which breaks lines at any place.
+    if is_usage_error and "is not readable" in re.sub(r"[\s│]+", " ", said.text):
         codes = (*codes, 2)
     if said.code not in codes:
         found.append(f"exit code {said.code}")
