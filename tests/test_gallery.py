@@ -109,7 +109,7 @@ def test_gallery_page_matches_its_notebook(notebook: Path) -> None:
 
 
 def test_gallery_is_small_and_linked_from_readme() -> None:
-    assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 8e6
+    assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 6e6
     readme = (gallery.REPOSITORY / "README.md").read_text()
     index = (gallery.GALLERY / "README.md").read_text()
     assert "(notebooks/gallery/README.md)" in readme
