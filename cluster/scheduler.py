@@ -197,8 +197,8 @@ class Broadcast(Record):
         "folder on the node-local disk; the path may contain $USER and $SLURM_JOB_ID", a_path
     )
     archive: str | None = field_doc(
-        "tar file of a venv, or an archive made by conda-pack; default: ranks read the shared"
-        " environment",
+        "tar file of a venv, or an archive made by conda-pack, which is unpacked into `directory`;"
+        " default: nothing is copied, and ranks read the shared environment",
         default=None,
     )
 
@@ -379,7 +379,8 @@ class Slurm(SchedulerSettings):
         default=(),
     )
     master_port: int | None = field_doc(
-        "port of the rendezvous of the ranks; default: derived from the job number",
+        "port of the rendezvous of the ranks; default: derived from the number of the job and the"
+        " number of its requeues",
         from_one,
         default=None,
     )

@@ -156,7 +156,9 @@ def default_of(field: dataclasses.Field) -> str:
 
 def type_name(record: type[Record], field: dataclasses.Field) -> str:
     """Returns the type of a field in words that do not need Python."""
-    return _type_words(typing.get_type_hints(record)[field.name])
+    words = _type_words(typing.get_type_hints(record)[field.name])
+    # The record `Compilation` is a table of both schedulers, and PLACES has only that of Slurm.
+    return words.replace("[slurm.", "[kubernetes.") if record is Kubernetes else words
 
 
 def _type_words(hint: Any) -> str:
