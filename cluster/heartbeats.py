@@ -77,8 +77,8 @@ class RankHeartbeat(Record):
         default=None,
     )
     parts_s: tuple[float | None, ...] = field_doc(
-        "median duration of each phase over the last steps, in seconds, in the order of"
-        " STEP_PHASES",
+        "median duration of each phase over the last steps, in seconds, in this order of columns of"
+        " metrics.jsonl: data_s, forward_backward_s, reduction_s, optimizer_s, waiting_s",
         default=(),
     )
     own_s: float | None = field_doc(

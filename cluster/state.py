@@ -149,8 +149,8 @@ class RunState(StateRecord):
     heartbeat: float | None = field_doc("Unix time of the last heartbeat, in seconds", default=None)
     step_time_s: float | None = field_doc("duration of a recent step, in seconds", default=None)
     starting_s: float | None = field_doc(
-        "seconds from the last change of `reason` to the last heartbeat before the first step, by"
-        " the clock of the supervisor",
+        "seconds for which a starting job has had the present `reason`, by the clock of the"
+        " supervisor",
         default=None,
     )
     has_joined: bool = field_doc(
@@ -208,8 +208,8 @@ class RequestRecord(Record):
 
     asked_at: float = field_doc("Unix time of the request, in seconds")
     by_person: bool = field_doc(
-        "whether a person made the request; false: the supervisor made it, and its job continues"
-        " afterwards",
+        "whether a person made the request; false: the supervisor made it, for example near the"
+        " time limit, and the run continues in a new attempt",
         default=True,
     )
 

@@ -83,7 +83,8 @@ COLUMN_MEANINGS = {
     " recorded about every 10 s",
     "highest_device_temperature_c": "highest temperature of the devices of all ranks, in degrees"
     " Celsius; recorded about every 10 s",
-    "device_power_w": "power of the devices of all ranks, in watts; recorded about every 10 s",
+    "device_power_w": "sum of the powers of the devices of all ranks, in watts; recorded about"
+    " every 10 s",
     "largest_device_memory_bytes": "largest memory so far of the device of any rank, in bytes;"
     " recorded about every 10 s",
 }
