@@ -75,14 +75,16 @@ QUESTIONS = (
     Question(
         "How many tokens can a model of 8B train on, with 64 H100 in two weeks?",
         "kit plan llama3-8b --site dgx-h100 --devices 64 --batch 1024 --days 14",
-        "The row `14 days` has the tokens. Restarts and failures are not included:"
-        " `--rehearse` estimates the share of time that counts.",
+        "The row `14 days` has the tokens. Restarts and failures are not included. `--rehearse`"
+        " estimates which share of the time is productive.",
     ),
     Question(
         "Which layout does a model of 7B have on 32 MI300X?",
         "kit plan hlat-7b --site mi300x --devices 32 --batch 512 --seq 4096",
         "The kit has no published run of this machine, so the efficiencies are the average of other"
-        " machines and the interval is wide. One own run narrows the interval (question 6).",
+        " machines and the interval is wide. The warning about compiled blocks has this reason,"
+        " too: no run of this machine shows the effect of `torch.compile`. One own run narrows the"
+        " interval (question 6).",
     ),
     Question(
         "What is cheaper, 256 H100 or 128 B200?",
@@ -94,36 +96,54 @@ QUESTIONS = (
     Question(
         "Can a job use 100 GPUs?",
         "kit plan llama3-8b --site dgx-h100 --devices 100 --batch 512",
-        "A layout uses all devices, and the replicas must divide the batch. The refusal names the"
-        " nearest batch and the nearest number of devices.",
+        "A layout uses all devices, and the number of replicas must divide the batch. The degree of"
+        " tensor parallelism must divide the numbers of heads, the feed-forward size and the"
+        " vocabulary. The number of pipeline stages must divide the number of layers, in which"
+        " embedding and output may count as one layer each. The refusal names the nearest batch and"
+        " the nearest number of devices.",
     ),
     Question(
         "How fast is a training with sequences of 131,072 tokens?",
         "kit plan llama3-8b --site dgx-h100 --devices 64 --batch 64 --seq 131072",
-        "From 16,384 tokens on, layouts with context parallelism are tried too, and the row `other"
-        " engines` states the fastest. The kit plans them and does not train them, so they are not"
-        " in the table unless nothing else fits.",
+        "The kit plans layouts with context parallelism, but cannot train them. So the table has"
+        " them only if no other layout fits in memory. For sequences of 16,384 tokens or more, the"
+        " row `other engines` also states the fastest of them.",
     ),
     Question(
         "My run is slower than planned. What does that mean for 512 devices?",
         "kit plan llama3-8b --site dgx-h100 --devices 512 --batch 1024 --runs runs/first",
-        "The last lines say what the own run has changed, and how large the error of such an"
-        " extrapolation was on packaged runs. `kit status runs/first --why` compares the run with"
-        " its estimate, and `kit calibrate runs/first --out mine.toml` keeps it for later plans.",
+        "Here `runs/first` stands for a run of yours on 8 H100 with slower steps than planned, not"
+        " for the demo run of the other pages. The fit contains this run only. Published runs, such"
+        " as the nearest one, enter through the prior of the fit. The second warning says that the"
+        " prediction for the nearest published run is wrong by more than the interval of this plan"
+        " allows: that run was faster than yours leads to expect. The last lines say what the own"
+        " run has changed, and how large the error of such an extrapolation was on published runs."
+        " For that test, the planner was fitted to runs of a cluster on few devices, and predicted"
+        " runs of this cluster on at least 64 times as many. `kit status runs/first --why` compares"
+        " the run with its estimate, and `kit calibrate runs/first --out mine.toml` keeps it for"
+        " later plans.",
     ),
     Question(
         "What does the kit predict for Frontier's model of 1T parameters as published?",
         "kit plan frontier-1t --devices 3072 --batch 9600",
         "The name of a published recipe plans its layout on its machine. The row `nearest published"
-        " run` is this run. Its time is derived from the published rate, with a remembered batch,"
-        " and the planner's fit contains it. A fit without it is less accurate ([benchmarks]"
+        " run` is this run. Its time is derived: it was computed from the published rate and"
+        " from a batch size that is only remembered, without a source that could be checked. The"
+        " planner's fit contains this run. A fit without it is less accurate ([benchmarks]"
         "(benchmarks.md#how-far-estimates-can-be-trusted)).",
     ),
     Question(
         "Does HLAT's 70B fit on Trainium as published, and how long does it take?",
         "kit plan hlat-70b --rehearse",
         "A rehearsal counts what a job of this size needs, and compares it with the limits of the"
-        " site. Without --rehearse the command explains the layout.",
+        " site. The terminal is too narrow for the table, so each row is printed as pairs of a"
+        " column's name and its value. The column `known how` says how a number was found:"
+        " `counted` from the behaviour of the code, or `modelled` by the planner's equations."
+        " Whether sharding loses weights is not known, because NxD shards the model only on"
+        " Trainium, where the kit was not tested. The productive time is not known, because this"
+        " site file does not state the rates of its file system. The lines below the table name"
+        " what no test has covered, and in brackets what tests have covered. Without --rehearse the"
+        " command explains the layout.",
     ),
     Question(
         "How do I describe my own GPUs?",
