@@ -212,6 +212,8 @@ def prepare(
     plan.check(spec)
     site = on_device(site, plan, device)
     check_site(spec, plan, site)
+    if site.scheduler != "local":
+        nodes_for(plan.num_devices, site)  # Raises ConfigError if the last node is not full.
     check_engine(plan)
     check_recipe(recipe, plan, spec)
     begins = not Checkpoints(directory / "checkpoints").steps()

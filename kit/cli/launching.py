@@ -38,6 +38,7 @@ from kit.cli.options import (
     parse_settings,
     print_result,
 )
+from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.engines.build import check_site
 from kit.errors import ConfigError, DataError, RunError
@@ -229,6 +230,7 @@ def launch(
     with report_interrupted_launch(run), prepare as prepared:
         if prepared.notes:
             note("\n".join(prepared.notes))
+        _warn_of_memory(prepared.run)
         _warn_of_shadows(place)
         started = launcher.submit(prepared)
     _tell(started)
@@ -270,12 +272,26 @@ def resume(
     begun = Run.open(run)
     plan = begun.plan.replace(**changes["plan"])
     limit_s = _seconds(minutes)
+    _warn_of_memory(begun, plan)
     _warn_of_shadows(begun.site)
     with report_interrupted_launch(run):
         started = launcher.resume(
             run, plan=plan, num_steps=steps, **changes["recipe"], time_limit_s=limit_s
         )
     _tell(started)
+
+
+def _warn_of_memory(run: Run, plan: Plan | None = None) -> None:
+    """Warns the user if the layout of a run probably needs more memory than its devices have. If
+    `plan` is given, it replaces that of the run.
+    """
+    from kit.estimate.choose.memory_advice import memory_warning
+
+    warning = memory_warning(
+        run.spec, plan or run.plan, run.site.device, optimizer=run.recipe.optimizer
+    )
+    if warning is not None:
+        note(warning)
 
 
 def _warn_of_shadows(site: Site) -> None:
@@ -503,6 +519,7 @@ def _show(
             note("\n".join(launcher.data_notes(spec, plan, recipe)))
         except DataError as error:
             left.append(f"recipe.data: {error}")
+    _warn_of_memory(drafted)
     if texts and (lines := derived(job, site)):
         of = site.scheduler.capitalize()
         note("\n  ".join([f"Asked of {of} where the site file says nothing:", *lines]))

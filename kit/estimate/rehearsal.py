@@ -19,7 +19,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.engines.build import check_site
 from kit.estimate.choose.machine import Machine, machine_of
-from kit.estimate.choose.memory_advice import estimate_options
+from kit.estimate.choose.memory_advice import MAX_RISK, estimate_options
 from kit.estimate.fit.calibrate import Prediction, own_calibration
 from kit.estimate.fit.measured_rows import hardware_on
 from kit.estimate.theory.hardware import check_numbers
@@ -30,9 +30,6 @@ from kit.run.checkpoint import BYTES_PER_PARAM
 from kit.show.results import format_value, parameters_text, short_number
 from kit.show.table import Table
 
-MAX_RISK = 0.05
-"""Highest accepted probability, 0 to 1, that a device runs out of memory. The value is equal to the
-default of `kit plan`."""
 FILES_PER_RANK = 30
 """Number of open files of a rank before any process group exists, measured by
 `python -m tests.bench groups`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import local, submission
+from cluster import local, slurm, submission
 from cluster.job import Job
 from cluster.site import Site
 from cluster.state import JobError
@@ -25,6 +25,7 @@ from kit.errors import ConfigError, DataError
 from kit.interop.weights.hugging_face_config import config_of
 from kit.papers import hlat_model
 from kit.papers.recipes import names, published_recipe
+from kit.run.checkpoint import Checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +301,57 @@ def test_gpu_plans_default_to_bf16_and_compile(tmp_path) -> None:
 def test_uncompiled_selective_recompute_gets_advice(words, said, capsys) -> None:
     launch(f"--site perlmutter --show --set plan.recompute=selective {words}")
     assert ("--set plan.recompute=full" in capsys.readouterr().err) is said
+
+
+H100_NODES = """
+base = "dgx-h100"
+name = "mine"
+[slurm]
+launcher = "srun"
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel": 3}, "32 is not divisible by tensor_parallel = 3"),
+        ({"pipeline_parallel": 5}, "32 is not divisible by the number of pipeline stages"),
+        ({"data_parallel": 12}, "12 devices do not fill whole nodes of mine, which have 8"),
+        ({"data_parallel": 7}, "64 sequences cannot be divided among 7 replicas"),
+    ],
+)
+def test_impossible_layout_is_refused_first(changes, message) -> None:
+    """The error about the layout comes before errors about data and disk space."""
+    Path("mine.toml").write_text(H100_NODES)
+    Path("short.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\nnum_steps = 9\n")
+    batch = 60 if changes == {"data_parallel": 12} else 64
+    words = f"--data absent --model llama3-8b --recipe short.toml --site mine.toml --batch {batch}"
+    for name, value in changes.items():
+        words += f" --set plan.{name}={value}"
+    refused(message, words)
+
+
+def test_layout_above_the_memory_of_a_gpu_is_reported(capsys, monkeypatch, tiny_dataset) -> None:
+    Path("mine.toml").write_text(H100_NODES)
+    Path("short.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\nnum_steps = 9\n")
+    words = f"--data {tiny_dataset.directory} --model llama3-8b --recipe short.toml --batch 64"
+    words += " --set spec.sequence_length=64 --set plan.data_parallel=8 --site mine.toml"
+    launch(f"{words} --show")
+    said = capsys.readouterr().err
+    assert "WARNING: this layout probably runs out of memory" in said
+    assert "GiB of 80.00 GiB, with a probability of 100% of running out" in said
+    (change,) = re.findall(r"These changes fit: (.*?) \(", said)
+    launch(f"{words} {change} --show")
+    assert "out of memory" not in capsys.readouterr().err
+    # On CPU cores there is no warning, since their memory is that of the whole machine.
+    launch(f"{words.replace('--site mine.toml', '')} --show")
+    assert "out of memory" not in capsys.readouterr().err
+    # A launch prints the warning before it submits the job.
+    monkeypatch.setattr(launcher, "submit", interrupted)
+    monkeypatch.setattr(slurm, "check", lambda job, site: None)
+    monkeypatch.setattr(Checkpoints, "check_space", lambda self, spec: None)
+    launch(words)
+    assert "WARNING: this layout probably runs out of memory" in capsys.readouterr().err
 
 
 BEHIND = """

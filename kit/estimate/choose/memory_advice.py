@@ -1,5 +1,6 @@
-"""Advice for a run that ran out of memory: changes of its plan that need less memory according to
-the planner's estimate. This module does not import torch.
+"""Warning before a launch whose layout probably needs too much memory. Advice for a run that has
+run out of memory: changes of its plan that need less memory according to the planner's estimate.
+This module does not import torch.
 
 `python -m kit.estimate.choose.memory_advice RUN` prints the advice. A rank that ran out of memory
 starts this command as a child process.
@@ -29,6 +30,9 @@ NO_RESERVE = RESERVE.replace(
     factor=1.0, extra_bytes=0.0, source="of a CPU the kit has no measured runs"
 )
 SHOWN = 3
+MAX_RISK = 0.05
+"""Highest accepted probability, 0 to 1, that a device runs out of memory. The value is equal to the
+default of `kit plan`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +61,7 @@ def memory_advice(run: Run) -> str:
     of the plan in GiB per device, and up to three changes that need at least 5 % less memory. Each
     change is followed by the estimated memory.
     """
-    now, *options = estimate_options(
-        run.spec,
-        run.plan,
-        [{}, *memory_saving_changes(run.spec, run.plan)],
-        run.site.device,
-        optimizer=run.recipe.optimizer,
-    )
-    smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
+    now, smaller = _smaller_options(run.spec, run.plan, run.site.device, run.recipe.optimizer)
     memory_bytes = run.site.device.memory_bytes
     limit = memory_bytes and memory_bytes.value
     fits = [option for option in smaller if limit is None or option.used_bytes <= limit]
@@ -80,6 +77,50 @@ def memory_advice(run: Run) -> str:
         f"{need} These {which}: {'; '.join(map(str, fits[:SHOWN]))}. Resume with one of them:"
         f" `{kit_command('resume', run.directory)} {fits[0].settings}`."
     )
+
+
+def memory_warning(
+    spec: ModelSpec, plan: Plan, device: Device, *, optimizer: Optimizer = "adamw"
+) -> str | None:
+    """Returns a warning if a device runs out of memory with a probability above MAX_RISK according
+    to the planner's estimate. The warning names up to three changes of the plan that fit. Returns
+    None for other plans, for CPUs, and for devices whose memory is unknown.
+    """
+    if device.memory_bytes is None or not (device.is_gpu or device.trainium):
+        return None
+    limit = device.memory_bytes.value
+    (now,) = estimate_options(spec, plan, [{}], device, optimizer=optimizer)
+    risk = _risk(now, limit)
+    if risk <= MAX_RISK:
+        return None
+    _, smaller = _smaller_options(spec, plan, device, optimizer)
+    fits = [option for option in smaller if _risk(option, limit) <= MAX_RISK]
+    advice = (
+        "No change of micro-batch, recomputation or ZeRO stage fits. Use more devices (`kit plan`)"
+    )
+    if fits:
+        advice = f"These changes fit: {'; '.join(map(str, fits[:SHOWN]))}"
+    likely = "probably runs" if risk > 0.5 else "may run"
+    return (
+        f"WARNING: this layout {likely} out of memory. The predicted memory of a device is"
+        f" {now.used_bytes / 2**30:.2f} GiB of {limit / 2**30:.2f} GiB, with a probability of"
+        f" {risk:.0%} of running out. {advice}."
+    )
+
+
+def _risk(option: PlanChange, device_bytes: float) -> float:
+    return float(RESERVE.out_of_memory_probability(np.array(option.used_bytes), device_bytes))
+
+
+def _smaller_options(
+    spec: ModelSpec, plan: Plan, device: Device, optimizer: Optimizer
+) -> tuple[PlanChange, list[PlanChange]]:
+    """Returns (the unchanged plan with its estimated memory, the changes of the plan that need at
+    least 5 % less memory).
+    """
+    tried = [{}, *memory_saving_changes(spec, plan)]
+    now, *options = estimate_options(spec, plan, tried, device, optimizer=optimizer)
+    return now, [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
 
 
 def memory_saving_changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
