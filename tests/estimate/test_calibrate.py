@@ -10,6 +10,7 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.site import Site
+from cluster.slurm import inventory
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
@@ -307,7 +308,8 @@ def test_site_with_base_keeps_calibration_of_same_device(tmp_path):
     packaged = published_calibration(Site.load("dgx-h100"))
     mine = published_calibration(laid_over(""))
     assert mine.coefficients == packaged.coefficients
-    assert str(mine) == "calibrated on 20 runs, mean error of the fit 4.4%"
+    assert str(mine) == "calibrated on 20 runs of dgx-h100, mean error of the fit 4.4%"
+    assert str(packaged) == "calibrated on 20 runs, mean error of the fit 4.4%"
     ports = '[links]\ninter_node_bytes_per_s = { value = 1e11, source = "four ports only" }'
     for name in ('name = "mine"', 'name = "frontier"', ""):
         slow = published_calibration(laid_over(ports, name))
@@ -316,6 +318,27 @@ def test_site_with_base_keeps_calibration_of_same_device(tmp_path):
     other = published_calibration(laid_over('[device]\nname = "another accelerator"'))
     assert other.num_runs == 0 and str(other).startswith("not calibrated")
     assert published_calibration(Site.load("eks-trn1")).num_runs == 11
+
+
+def test_site_without_runs_uses_runs_of_the_same_device(tmp_path):
+    """`kit site init` writes a site file with the device of a packaged site and without a base."""
+    text = inventory.site_text(
+        inventory.parse_node_types("gpu*|16|96|2000000|30:00|1|gpu:h100:8")[0],
+        {"ClusterName": "mine"},
+    )
+    (tmp_path / "mine.toml").write_text(text)
+    mine = Site.load(tmp_path / "mine.toml")
+    mine = mine.replace(links=Site.load("dgx-h100").links)
+    assert mine.base is None
+    packaged = published_calibration(Site.load("dgx-h100"))
+    found = published_calibration(mine)
+    assert found.coefficients == packaged.coefficients
+    assert found.label == "calibrated on 20 runs of dgx-h100" and "of" not in packaged.label
+    # Several packaged sites have this device and published runs.
+    a100 = mine.replace(device=Site.load("selene").device)
+    assert published_calibration(a100).label == "calibrated on 1,049 runs of kaist"
+    unknown = mine.replace(device=mine.device.replace(name="another GPU"))
+    assert published_calibration(unknown).label == "not calibrated"
 
 
 def test_published_calibration_covers_its_own_runs():

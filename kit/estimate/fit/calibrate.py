@@ -102,14 +102,18 @@ class Calibration:
     measured: interval.MeasuredRange | None
     """Ranges of model sizes, degrees and batches of the runs. Predictions for layouts outside these
     ranges have warnings. If there are no runs, the value is None."""
+    machine: str = ""
+    """Name of the packaged site whose published runs were fitted, if it is not the site itself.
+    Otherwise the text is empty."""
     misfit: float = interval.SCALES.misfit
     """Standard deviation, on the log scale, of the error of the step time formula on this machine.
     The uncertainty of the coefficients is not included."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields except the hardware as plain values for JSON."""
+        """Returns all fields except the hardware and `machine` as plain values for JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del values["hardware"]
+        del values["machine"]
         values["coefficients"] = self.coefficients.to_dict()
         values["covariance"] = self.covariance.tolist()
         values["prior"] = {
@@ -206,12 +210,13 @@ class Calibration:
 
     @property
     def label(self) -> str:
-        """Text with the number of fitted runs, e.g. `calibrated on 3 runs`. Without runs it is
-        `not calibrated`.
+        """Text with the number of fitted runs, e.g. `calibrated on 3 runs`, and with the machine of
+        the runs if it is another site. Without runs it is `not calibrated`.
         """
-        return (
-            f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
-        )
+        if not self.num_runs:
+            return "not calibrated"
+        of = f" of {self.machine}" if self.machine else ""
+        return f"calibrated on {counted(self.num_runs, 'run')}{of}"
 
     def __str__(self) -> str:
         if not self.num_runs:
@@ -302,26 +307,46 @@ def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
 
 def published_calibration(site: Site) -> Calibration:
     """Returns the coefficients of the step time formula, fitted to the published runs of a site. If
-    the site has no published runs, the coefficients are the average of the published machines.
+    the site has no published runs, those of a packaged site with the same device are fitted: its
+    `base` if this has runs, otherwise the site with the most runs. If there is no such site, the
+    coefficients are the average of the published machines.
 
-    The kit contains site files, and a user's site file may name one of them as its `base`. The
-    published runs of this base are used if the base has the same device as `site`. The fit then
-    uses the peak rates and bandwidths of the base. Predictions use those of `site`. `misfit`
-    includes `interval.OTHER_STACK`, since the software stack may differ. Runs whose numbers are
-    second-hand or were corrected by hand are left out.
+    The fit uses the peak rates and bandwidths of the packaged site. Predictions use those of
+    `site`. `misfit` includes `interval.OTHER_STACK`, since the software stack may differ. Runs
+    whose numbers are second-hand or were corrected by hand are left out.
 
     Raises:
         ConfigError: The site lacks a number that step time needs.
     """
     hardware = Hardware.of(site)
     machine = _packaged(site.base or site.name)
-    while machine is not None and machine.device.name == site.device.name:
+    found = None
+    while found is None and machine is not None and machine.device.name == site.device.name:
         found = fitted_machine(machine)
-        if found is not None:
-            misfit = float(np.hypot(found.misfit, interval.OTHER_STACK))
-            return dataclasses.replace(found, hardware=hardware, misfit=misfit)
+        name = machine.name
         machine = _packaged(machine.base)
-    return calibrate([], site, hardware=hardware)
+    if found is None:
+        name, found = _same_device_machine(site.device.name)
+    if found is None:
+        return calibrate([], site, hardware=hardware)
+    misfit = float(np.hypot(found.misfit, interval.OTHER_STACK))
+    other = name if name != site.name else ""
+    return dataclasses.replace(found, hardware=hardware, misfit=misfit, machine=other)
+
+
+def _same_device_machine(device: str) -> tuple[str, Calibration | None]:
+    """Returns (name, calibration) of the packaged site with this device that has the most published
+    runs. The calibration is None if no packaged site with this device has published runs.
+    """
+    best_name = ""
+    best = None
+    for name in Site.names():
+        machine = Site.load(name)
+        found = fitted_machine(machine) if machine.device.name == device else None
+        if found is not None and (best is None or found.num_runs > best.num_runs):
+            best_name = name
+            best = found
+    return best_name, best
 
 
 def own_calibration(runs: Sequence[AnyRun], site: Site) -> Calibration:
