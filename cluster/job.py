@@ -36,6 +36,7 @@ from cluster.record import (
 )
 from cluster.scheduler import SECRET_VALUE, check_environment
 from cluster.state import (
+    CANCELLED,
     Event,
     JobError,
     JobState,
@@ -428,7 +429,7 @@ class Job(Owned):
                 # A waiting job has no process that could record its end, and the scheduler forgets
                 # the job. If the job has just started, its supervisor receives the signal and
                 # records the end itself.
-                end = AttemptOutcome(128 + signal.SIGTERM, "cancelled while it waited")
+                end = AttemptOutcome(128 + signal.SIGTERM, f"{CANCELLED} while it waited")
                 with contextlib.suppress(StaleAttemptError):
                     write_end(self.run_dir, state.attempt, end)
         elif state.process is None or not state.process.is_here:

@@ -105,6 +105,11 @@ ENDED = (JobState.DONE, JobState.FAILED)
 attempt is unknown, and its processes may still report."""
 
 
+CANCELLED = "cancelled"
+"""First word of the reason for the end of an attempt that a user or an administrator has
+cancelled."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerJob(Record):
     """Identification of a job in its scheduler."""

@@ -23,6 +23,7 @@ from cluster.login import mirror
 from cluster.logs import end_reason, log_tail, unrecorded_end
 from cluster.record import field_doc
 from cluster.state import (
+    CANCELLED,
     GIVEN_UP,
     ExitReport,
     JobState,
@@ -62,6 +63,11 @@ class JobStatus(StateRecord):
         " the job runs on this machine, or there is no report yet",
         default=None,
     )
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the job has ended because a user or an administrator has cancelled it."""
+        return self.state is JobState.FAILED and self.reason.startswith(CANCELLED)
 
     @property
     def age_s(self) -> float | None:

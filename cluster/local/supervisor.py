@@ -42,7 +42,7 @@ from cluster.process import (
     kill_descendants,
 )
 from cluster.record import ConfigError, counted
-from cluster.state import JobError, JobState, log_path, read_state, update_state
+from cluster.state import CANCELLED, JobError, JobState, log_path, read_state, update_state
 from cluster.supervisor import Supervisor, become_supervisor, cause_order, rank_failure
 
 WATCHED = frozenset({signal.SIGCHLD, *END_SIGNALS})
@@ -203,7 +203,7 @@ class LocalSupervisor(Supervisor):
             return self.ended_well()
         if signal_number is not None and signal_number in END_SIGNALS:
             name = signal.Signals(signal_number).name
-            return AttemptOutcome(128 + signal_number, f"cancelled by {name}")
+            return AttemptOutcome(128 + signal_number, f"{CANCELLED} by {name}")
         return None
 
     def end_ranks(self, outcome: AttemptOutcome) -> None:

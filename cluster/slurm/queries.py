@@ -13,10 +13,11 @@ import shlex
 import stat
 from pathlib import Path
 
+from cluster.files import user_name
 from cluster.poll import SchedulerAnswer, run_command
 from cluster.record import shortened
 from cluster.slurm.reasons import why_it_waits
-from cluster.state import JobError, JobState, SchedulerJob
+from cluster.state import CANCELLED, JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
 FIRST_USER = 1000  # Lower user ids belong to root and to services, such as slurm.
@@ -165,8 +166,33 @@ def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
     Raises:
         JobError: Slurm does not answer. Without an answer, the job must not be reported as lost.
     """
-    if found := _show(job_id, config):
-        return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
+    found = _show(job_id, config)
+    native = found.get("JobState", "")
+    if found and native != "CANCELLED":
+        return _final(native, found.get("ExitCode", "0:0"), found.get("Reason", ""))
+    record = _accounting_record(job_id, config)
+    if found:
+        # Only the accounting names the user who has cancelled the job.
+        if record and record[0].startswith("CANCELLED by"):
+            native = record[0]
+        return _final(native, found.get("ExitCode", "0:0"), found.get("Reason", ""))
+    if record is None:
+        return None
+    native, exit_code, end = record
+    # The record of a job's start may reach the accounting late, and then contains the job's present
+    # state. Only the record of its end contains the exit code. Until then the job counts as
+    # COMPLETING.
+    state = STATES.get(native.split()[0].rstrip("+"), JobState.LOST)
+    if state.is_final and end == "Unknown":
+        native = "COMPLETING"
+    return _final(native, exit_code)
+
+
+def _accounting_record(job_id: str, config: str | None) -> tuple[str, str, str] | None:
+    """Returns (state, exit code and signal, end time) of a job from sacct. The state may be
+    followed by the user who has cancelled the job, as in `CANCELLED by 1001`. Returns None if the
+    cluster has no accounting, or no record of the job.
+    """
     words = [
         "sacct",
         "--allocations",
@@ -182,13 +208,7 @@ def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
     if not lines:
         return None
     native, exit_code, end = lines[-1].groups()
-    # The record of a job's start may reach the accounting late, and then contains the job's present
-    # state. Only the record of its end contains the exit code. Until then the job counts as
-    # COMPLETING.
-    state = STATES.get(native.split()[0].rstrip("+"), JobState.LOST)
-    if state.is_final and end == "Unknown":
-        native = "COMPLETING"
-    return _final(native, exit_code)
+    return native, exit_code, end
 
 
 def _final(native: str, exit_code: str, reason: str = "") -> SchedulerAnswer:
@@ -202,6 +222,10 @@ def _final(native: str, exit_code: str, reason: str = "") -> SchedulerAnswer:
     text = f"Slurm: {native}, exit code {exit_code}"
     if reason not in ("", "None"):
         text += f", {reason}"
+    if word == "CANCELLED":
+        by = re.search(r" by (\d+)$", native)
+        who = f" by {user_name(int(by[1]))}" if by else ""
+        text = f"{CANCELLED}{who} ({text})"
     if (word, exit_code) == ("FAILED", "0:53"):
         text += (
             ": its log file could not be opened. Is the run directory visible on the compute nodes?"

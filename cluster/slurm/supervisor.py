@@ -44,6 +44,7 @@ from cluster.slurm.preflight import answering_nodes, check_allocation
 from cluster.slurm.queries import matching_lines, native_state, slurm_command
 from cluster.slurm.rank import Failure, failure_folder
 from cluster.state import (
+    CANCELLED,
     JobError,
     JobState,
     SchedulerJob,
@@ -69,7 +70,7 @@ END_WAIT_S = 15.0
 REQUEUE_PATIENCE_S = 120.0
 CUT_OFF_WAIT_S = 5.0
 WHY_TERMINATED = {
-    "CANCELLED": AttemptOutcome(128 + signal.SIGTERM, "cancelled (scancel)"),
+    "CANCELLED": AttemptOutcome(128 + signal.SIGTERM, f"{CANCELLED} (scancel)"),
     "TIMEOUT": AttemptOutcome(
         124, "the time limit was reached before it could save", fate="requeue"
     ),

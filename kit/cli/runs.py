@@ -161,6 +161,8 @@ def _tell_next(run: Path) -> None:
     last_step = Run.open(run).recipe.num_steps
     if status.state is JobState.DONE and status.step is not None and status.step < last_step:
         text, command = "It was stopped before its last step. Continue it:", "resume"
+    if status.is_cancelled:
+        text, command = "It was cancelled. Continue it:", "resume"
     report = read_exit(run)
     words = []
     if command == "logs" and report and report.attempt == status.attempt and report.failing_rank:

@@ -395,7 +395,8 @@ def _bad_job_state(look: RuleInput) -> Iterator[Finding]:
     # If state.json is missing, the run directory was removed or is being removed. An alert would
     # write a file into it.
     if is_bad and (look.run.directory / "state.json").exists():
-        yield Finding(f"job {state}: {look.status.reason}")
+        what = "job" if look.status.is_cancelled else f"job {state}:"
+        yield Finding(f"{what} {look.status.reason}")
 
 
 def _slow_start(look: RuleInput) -> Iterator[Finding]:

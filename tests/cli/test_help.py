@@ -15,7 +15,7 @@ import typer.main
 from rich.text import Text
 from typer.testing import CliRunner
 
-from cluster.state import JobState
+from cluster.state import ExitReport, JobState, write_exit
 from kit.__main__ import main
 from kit.cli.app import COMMANDS, EXAMPLES, app
 from kit.cli.runs import NEXT
@@ -127,6 +127,7 @@ status done                              | eval done
 status done --why                        | eval done
 status stopped                           | resume stopped
 status failed                            | logs failed
+status scancelled                        | resume scancelled
 status live                              | watch live
 watch done                               | eval done
 logs done                                | status done
@@ -163,6 +164,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded_run(folder / "done", steps=80, planned=80, state=JobState.DONE)
     recorded_run(folder / "stopped", steps=80, planned=300, state=JobState.DONE)
     recorded_run(folder / "failed", steps=30, state=JobState.FAILED)
+    recorded_run(folder / "scancelled", steps=30, state=JobState.FAILED)
+    end = ExitReport(attempt=1, rc=143, reason="cancelled (scancel)", host="node1", time=1e9)
+    write_exit(folder / "scancelled", end)
     recorded_run(folder / "live", steps=30)
     (folder / "empty").mkdir()
     (folder / "text.txt").write_text("the model is trained on tokens of data\n" * 400)

@@ -26,6 +26,7 @@ from cluster.logs import end_reason
 from cluster.poll import Poller, SchedulerAnswer
 from cluster.process import Process
 from cluster.record import ConfigError
+from cluster.slurm import queries
 from cluster.state import (
     ExitReport,
     JobError,
@@ -443,6 +444,46 @@ def test_writer_of_a_given_up_attempt_is_fenced_off(tmp_path):
         running(tmp_path)
     update_state(tmp_path, attempt=1, state="failed")
     assert [event.lost_node for event in read_history(tmp_path)] == [None, "node3", None]
+
+
+SCONTROL = """JobId=7 JobName=run
+   JobState=CANCELLED Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:15
+"""
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "sacct", "expected"),
+    [
+        (SCONTROL, "CANCELLED by 0|0:15|2026-11-29T10:00:00", "by root (Slurm: CANCELLED by 0, "),
+        ("", "CANCELLED by 0|0:15|2026-11-29T10:00:00", "by root (Slurm: CANCELLED by 0, "),
+        (SCONTROL, "RUNNING|0:0|Unknown", "(Slurm: CANCELLED, "),
+        (SCONTROL, None, "(Slurm: CANCELLED, "),
+    ],
+)
+def test_cancelled_slurm_job_names_who_cancelled_it(
+    scontrol, sacct, expected, tmp_path, monkeypatch
+):
+    """Slurm has ended the job before its supervisor could record the end."""
+
+    def answer(words, config=None):
+        if words[0] == "sacct" and sacct is None:
+            raise JobError("Slurm accounting storage is disabled")
+        return {"squeue": "", "scontrol": scontrol, "sacct": sacct}[words[0]]
+
+    monkeypatch.setattr(queries, "slurm_command", answer)
+    monkeypatch.setattr(poll, "POLLER", Poller())
+    running(tmp_path)
+    job = SchedulerJob(scheduler="slurm", id="7")
+    update_state(tmp_path, attempt=1, scheduler_job=job)
+    found = read_status(tmp_path)
+    assert found.state is JobState.FAILED and found.is_cancelled
+    assert found.reason.startswith(f"cancelled {expected}exit code 0:15)")
+    update_state(tmp_path, attempt=1, state="failed", reason="rank 3 was killed by SIGKILL")
+    write_exit(
+        tmp_path, ExitReport(attempt=1, rc=137, reason="rank 3 was killed", host="n", time=1.0)
+    )
+    assert not read_status(tmp_path).is_cancelled
 
 
 def test_heartbeat_after_the_end_changes_nothing(tmp_path):
