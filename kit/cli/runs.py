@@ -328,6 +328,11 @@ def _ledger_tables(spent: "Ledger") -> list[Table | str]:
         parts.append(
             f"{duration(spent.idle_s)} between attempts, in which none was wanted, are in no part."
         )
+    if spent.unknown_s:
+        parts.append(
+            f"{duration(spent.unknown_s)} after the last sign of life of an attempt are in no part:"
+            " its end was not recorded, so it is unknown how long it held its nodes."
+        )
     names = ("attempt", "devices", "time", "productive device-hours", "last word")
     rows = []
     for share in spent.attempts:

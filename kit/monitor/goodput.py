@@ -100,6 +100,12 @@ class Ledger(Record):
         "seconds between attempts in which no attempt was requested; no category contains"
         " these seconds"
     )
+    unknown_s: float = field_doc(
+        "seconds from the last sign of life of an attempt whose end was not recorded to the next"
+        " attempt that a user started; no category contains these seconds, since it is unknown how"
+        " long the attempt held its nodes",
+        default=0.0,
+    )
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -113,7 +119,7 @@ class Ledger(Record):
     @property
     def wall_s(self) -> float:
         """Seconds from the first submission to the last event, heartbeat or step. The seconds
-        `idle_s` between attempts are not included.
+        `idle_s` and `unknown_s` between attempts are not included.
         """
         return sum(self.seconds.values())
 
@@ -195,6 +201,7 @@ def ledger(run: Run) -> Ledger:
     sites = run.other_sites()
     shares: list[AttemptLedger] = []
     idle_s = 0.0
+    unknown_s = 0.0
     end_before: float | None = None
     was_over = False
     for attempt in sorted(numbers):
@@ -203,14 +210,18 @@ def ledger(run: Run) -> Ledger:
         heartbeat = 0.0
         if state and state.attempt == attempt and state.heartbeat:
             heartbeat = state.heartbeat
-        spent = _attempt_times(events, own_steps, heartbeat, end_before)
+        is_newest = attempt == max(numbers)
+        spent = _attempt_times(events, own_steps, heartbeat, end_before, is_newest)
         gap_s = 0.0
         if end_before is not None:
             gap_s = max(0.0, spent.begin - end_before)
         if not events or events[0].state is JobState.QUEUED:
-            # A user has started this attempt, so the time before it is idle time. All other
-            # attempts are started by the job itself.
-            idle_s += gap_s
+            # A user has started this attempt, so the time before it is idle time, unless the end of
+            # the previous attempt is unknown. All other attempts are started by the job itself.
+            if events and not was_over:
+                unknown_s += gap_s
+            else:
+                idle_s += gap_s
         elif was_over:
             spent.seconds["waiting"] += gap_s
         elif shares:
@@ -230,7 +241,7 @@ def ledger(run: Run) -> Ledger:
                 end=last_event,
             )
         )
-    return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s)
+    return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s, unknown_s=unknown_s)
 
 
 def _event_text(event: Event) -> str:
@@ -257,6 +268,7 @@ def _attempt_times(
     steps: dict[str, np.ndarray],
     heartbeat: float,
     end_before: float | None,
+    is_newest: bool,
 ) -> _AttemptTimes:
     """Returns the seconds of one attempt in each category of TIME_CATEGORIES, with its begin and
     end.
@@ -266,6 +278,7 @@ def _attempt_times(
         steps: columns of the attempt's steps, as `_steps` returns them.
         heartbeat: unix time of the attempt's last heartbeat, 0 if it is unknown.
         end_before: unix time at which the previous attempt ended, None for the first attempt.
+        is_newest: whether this is the newest attempt, which may still run.
     """
     step_ends = np.maximum.accumulate(steps["time"])
     previous_ends = np.append(-np.inf, step_ends[:-1])
@@ -315,9 +328,6 @@ def _attempt_times(
         if is_recorded[-1]:
             last_validation_s = min(after_steps_s, validation_s[-1])
             after_steps_s -= last_validation_s
-    ended_well = not over_times or any(
-        event.state in (JobState.STOPPING, JobState.DONE) for event in events
-    )
     seconds = {
         "productive": steps_s[steps["counts"]].sum(),
         "repeated": steps_s[~steps["counts"]].sum(),
@@ -330,7 +340,7 @@ def _attempt_times(
         "lost": 0.0,
         "waiting": start - begin,
     }
-    seconds["ending" if ended_well else "lost"] = after_steps_s
+    seconds["ending" if _ended_well(events, is_newest) else "lost"] = after_steps_s
     return _AttemptTimes(
         seconds={part: float(value) for part, value in seconds.items()},
         begin=float(begin),
@@ -357,6 +367,21 @@ def _steps(run: Run) -> dict[str, np.ndarray]:
     columns["counts"] = np.isin(np.arange(num_rows), counted_rows)
     is_timed = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[is_timed] for name, column in columns.items()}
+
+
+def _ended_well(events: list[Event], is_newest: bool) -> bool:
+    """Returns whether an attempt ended well: it is done, or it has saved and left the rest to the
+    next attempt. The newest attempt also ends well if it has not ended yet.
+
+    The state `stopping` alone does not say so, since a local supervisor also records it before it
+    ends the ranks of an attempt that has failed.
+    """
+    ends = [event.state for event in events if _is_over(event)]
+    if not ends:
+        return is_newest
+    if ends[0] in GIVEN_UP:
+        return any(event.state is JobState.STOPPING for event in events)
+    return ends[0] is JobState.DONE
 
 
 def _is_over(event: Event) -> bool:

@@ -100,6 +100,38 @@ def test_time_after_unrecorded_end_counts_as_lost(told):
     assert (found.seconds["lost"], found.wall_s) == pytest.approx((27, 68))
 
 
+def test_time_before_a_kill_is_lost_although_ranks_were_stopped(run):
+    """A rank was killed after 30 s in which the run was stalled. The local supervisor then stops
+    the other ranks, and starts all ranks again after 2 s.
+    """
+    (run.directory / "metrics.jsonl").write_text("")
+    happened(run, 1, 0.0, JobState.STARTING)
+    step(run, 1, 1, 1.0)
+    happened(run, 1, 31.0, JobState.STOPPING, reason="rank 1 was killed by SIGKILL")
+    happened(run, 2, 33.0, JobState.STARTING, reason="restarting: rank 1 was killed by SIGKILL")
+    step(run, 2, 2, 35.0)
+    happened(run, 2, 65.0, JobState.STOPPING, reason="cancelled by SIGTERM")
+    happened(run, 2, 66.0, JobState.FAILED, reason="cancelled by SIGTERM")
+    found = ledger(run)
+    assert found.seconds["lost"] == pytest.approx(30 + 2 + 31)
+    assert found.seconds["ending"] == 0 and found.idle_s == found.unknown_s == 0
+
+
+def test_time_after_an_unrecorded_end_is_not_called_idle(run):
+    """A stalled run was killed together with its supervisor. Later, a user resumed it."""
+    (run.directory / "metrics.jsonl").write_text("")
+    happened(run, 1, 0.0, JobState.STARTING)
+    step(run, 1, 1, 1.0)
+    happened(run, 2, 1501.0, JobState.QUEUED)
+    step(run, 2, 2, 1503.0)
+    happened(run, 2, 1504.0, JobState.DONE)
+    found = ledger(run)
+    assert (found.idle_s, found.unknown_s) == (0, pytest.approx(1500))
+    words = " ".join(why(run).split())
+    assert "25 min after the last sign of life of an attempt are in no part" in words
+    assert "none was wanted" not in words
+
+
 def test_ledger_costs_use_devices_of_each_attempt(told):
     plan = told.plan.replace(data_parallel=8)
     plan.write(told.directory / "plan.attempt_02.json")
