@@ -218,12 +218,15 @@ def find_non_finite_rows(columns: Columns, name: str, start: int, end: int) -> n
     from `start` to `end`. `name` is "loss" or "grad_norm".
 
     Gradient norms before the first finite one count as not logged. Only rows with a step time are
-    examined. Steps that fp16 training skips to find its loss scale are no problem, since their
-    gradients are expected to overflow. Megatron prints no loss for a log line whose steps were all
-    skipped.
+    examined, unless no row has a step time: some logs of other trainers contain no times. Steps
+    that fp16 training skips to find its loss scale are no problem, since their gradients are
+    expected to overflow. Megatron prints no loss for a log line whose steps were all skipped.
     """
     since = max(0, start - 1)
-    bad = ~np.isfinite(columns[name][since:end]) & np.isfinite(columns["step_time_s"][since:end])
+    bad = ~np.isfinite(columns[name][since:end])
+    is_timed = np.isfinite(columns["step_time_s"][:end])
+    if is_timed.any():
+        bad &= is_timed[since:]
     if name == "grad_norm":
         known = np.isfinite(columns[name][:end])
         first_logged = int(known.argmax()) if known.any() else end

@@ -46,6 +46,20 @@ def test_each_stretch_of_nan_steps_gives_one_alert(tmp_path):
     assert [alert.step for alert in dashboard.run_view.alert_monitor.log.alerts] == [101, 200]
 
 
+def test_nan_in_steps_without_times_gives_an_alert(tmp_path):
+    """Some imported logs contain no times. Their rows have no step time."""
+    run = recorded_run(tmp_path / "run", steps=0)
+    dashboard = Dashboard(run)
+    for step in range(1, 41):
+        loss = math.nan if 20 < step < 31 else 3.0
+        add_row(run, step, step_time_s=None, grad_norm=None, loss=loss)
+        if step in (15, 25):
+            look(dashboard)  # The alert is not repeated at the next look.
+    look(dashboard)
+    found = [(a.kind, a.step) for a in dashboard.run_view.alert_monitor.log.alerts]
+    assert found == [("nan", 21)]
+
+
 def test_fp16_scale_search_gives_no_nan_alert(tmp_path):
     """In fp16, the trainer skips steps until the loss scale is low enough. A skipped step gives no
     alert, but a NaN in a step that was not skipped does.
