@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.record import counted
-from cluster.state import JobState
+from cluster.state import GIVEN_UP, JobState, read_history
 from kit.errors import kit_command
 from kit.monitor.dashboard import Dashboard, complete_dashboard
 from kit.monitor.on_alert import AlertCommand
@@ -46,6 +46,8 @@ BARS = "▁▂▃▄▅▆▇█"
 BAR_LABELS = {"tokens_per_s": "tok/s", "mfu": "MFU"}
 """Label of the line of bars that shows a speed, at most eight characters long, by name of the
 quantity."""
+SHOWN_ENDS = 3
+"""Largest number of earlier attempts whose end the status view shows."""
 SHOWN_ALERTS = 10
 """Largest number of alerts that the status view shows."""
 MARKS = {"warning": ("⚠", "yellow"), "error": ("✖", "red")}
@@ -235,11 +237,15 @@ def bar_chart(values: np.ndarray, width: int) -> str:
 
 
 def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
-    """Returns the lines with the scores of checkpoints, the requests to the job, checkpoint folders
-    without permission, and the last log lines of a failed job.
+    """Returns the lines with the ends of earlier attempts, the scores of checkpoints, the requests
+    to the job, checkpoint folders without permission, and the last log lines of a failed job.
     """
     run = dashboard.run
-    parts: list[RenderableType] = []
+    ends = earlier_ends(run, dashboard.status.attempt)
+    parts: list[RenderableType] = [Text(text, style="dim") for text in ends[-SHOWN_ENDS:]]
+    if more := len(ends) - len(parts):
+        every = kit_command("status", run.directory, "--why")
+        parts.insert(0, Text(f"and {counted(more, 'earlier attempt')}: {every}", style="dim"))
     if scores := last_scores(run):
         spent = f"  {scoring_seconds(run):.0f} s in all"
         parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
@@ -259,6 +265,25 @@ def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType
         last_lines = dashboard.log().rstrip().splitlines()[-8:]
         parts.append(Text("\n".join(last_lines), style="dim"))
     return parts
+
+
+def earlier_ends(run: Run, attempt: int) -> list[str]:
+    """Returns one line for each attempt before `attempt`, which says why it ended, in the order of
+    the attempts. An imported run has no such lines.
+    """
+    if run.is_imported:
+        return []
+    last_events = {event.attempt: event for event in read_history(run.directory)}
+    lines = []
+    for number, event in sorted(last_events.items()):
+        if number >= attempt:
+            continue
+        # A local supervisor records `stopping` before it ends the ranks of a failed attempt.
+        is_recorded = event.state.is_final or event.state in (JobState.STOPPING, *GIVEN_UP)
+        reason = event.reason if is_recorded and event.reason else "its end was not recorded"
+        place = f" at step {event.step:,}" if event.step else ""
+        lines.append(f"attempt {number} ended{place}: {reason}")
+    return lines
 
 
 def _alerts(dashboard: Dashboard) -> list[Text]:

@@ -17,7 +17,7 @@ from kit.monitor.text import status_row
 from kit.run import Run
 from kit.show.style import save_figure
 from tests.support.pictures import check_data
-from tests.support.recorded_runs import lines, made, row, say, spoil
+from tests.support.recorded_runs import happened, lines, made, row, say, spoil
 
 
 @pytest.fixture
@@ -95,6 +95,31 @@ def test_figure_marks_non_finite_losses(run):
     figure.canvas.draw()
 
 
+def status_words(run: Run) -> str:
+    """Returns the text of `kit status`, with one space between words."""
+    screen = io.StringIO()
+    Console(width=100, file=screen).print(status_table(run))
+    return " ".join(screen.getvalue().split())
+
+
+def test_status_text_says_why_earlier_attempts_ended(run):
+    """The supervisor has started the ranks again, and the run has ended well."""
+    assert "ended" not in status_words(run).partition("s/step")[2]
+    killed = "rank 3 was killed by SIGKILL (often: out of memory)"
+    happened(run, 1, 1.0, JobState.RUNNING)
+    happened(run, 1, 2.0, JobState.STOPPING, step=25, reason=killed)
+    words = status_words(run)
+    assert f"attempt 1 ended at step 25: {killed}" in words and "attempt 2 ended" not in words
+    say(run, JobState.DONE, attempt=6, step=40)
+    for attempt in (2, 3, 4, 5):
+        happened(run, attempt, 2.0 + attempt, JobState.RUNNING, step=25 + attempt)
+    words = status_words(run)
+    assert "and 2 earlier attempts: kit status" in words and killed not in words
+    for attempt in (3, 4, 5):
+        end = f"attempt {attempt} ended at step {25 + attempt}: its end was not recorded"
+        assert end in words
+
+
 def test_status_text_marks_non_finite_values(run):
     """The last step has values that are not finite. Step time and tokens per second come from the
     steps before it.
@@ -104,9 +129,7 @@ def test_status_text_marks_non_finite_values(run):
     row = status_row(run)
     assert (row["step"], row["num_steps"]) == (40, 80)
     assert row["step_time_s"] == pytest.approx(0.5) and row["tokens_per_s"] == pytest.approx(4096)
-    screen = io.StringIO()
-    Console(width=100, file=screen).print(status_table(run))
-    words = " ".join(screen.getvalue().split())
+    words = status_words(run)
     assert "loss not finite" in words and "grad norm not finite" in words and "nan" not in words
     assert "?" in words, "a lost step is seen in the line of bars"
     assert json.loads(strict_json(row), parse_constant=pytest.fail)["loss"] == "Infinity"
