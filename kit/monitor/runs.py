@@ -20,7 +20,7 @@ from kit.monitor.figure import moving_average, use_log_axis_if_wide
 from kit.monitor.quantities import QUANTITIES, quantity_text
 from kit.monitor.settings import differing_settings, run_settings
 from kit.run import Run
-from kit.run.columns import parse_row
+from kit.run.columns import parse_row, valid_rows
 from kit.run.metrics import SPEED_STEPS
 from kit.run.tail import last_lines
 from kit.show.style import new_figure, short
@@ -32,6 +32,9 @@ MAX_COMPARED = 8
 """Largest number of runs that one figure compares."""
 TAIL_BYTES = 16 << 10
 """Number of bytes at the end of each metrics.jsonl that are read for the table of runs."""
+LONG_TAIL_BYTES = 1 << 20
+"""Number of bytes that are read instead if the last TAIL_BYTES have fewer than SPEED_STEPS valid
+rows, since a restart has replaced the others."""
 LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
 """Columns that the table of runs always has. The settings in which the runs differ follow them."""
 DASHES = ("solid", (0, (5, 2)))
@@ -143,7 +146,7 @@ def runs_table(folder: str | Path) -> RunsTable:
 
 def live_row(run: Run) -> dict[str, Any]:
     """Returns the row of one run: its state with the reason, the numbers of its last step, and its
-    median speed over the last steps of the newest attempt.
+    median speed over the last steps, as `kit status` prints them.
     """
     try:
         status = run.job.status()
@@ -231,13 +234,18 @@ def cell_text(column: str, value: Any) -> str:
 
 
 def _newest_rows(run: Run) -> list[dict[str, Any]]:
-    """Returns the recorded rows of the newest attempt, sorted by step. Only the last TAIL_BYTES of
+    """Returns the newest valid rows, sorted by step. Only the last TAIL_BYTES or LONG_TAIL_BYTES of
     metrics.jsonl are read.
     """
-    lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
-    rows = [row for row in map(parse_row, lines) if row is not None]
-    newest = max((row["attempt"] for row in rows), default=0)
-    return sorted((row for row in rows if row["attempt"] == newest), key=lambda row: row["step"])
+    newest: list[dict[str, Any]] = []
+    for size in (TAIL_BYTES, LONG_TAIL_BYTES):
+        lines = last_lines(run.directory / "metrics.jsonl", size)
+        rows = [row for row in map(parse_row, lines) if row is not None]
+        valid = valid_rows([row["step"] for row in rows], [row["attempt"] for row in rows])
+        newest = [rows[i] for i in valid]
+        if len(newest) >= SPEED_STEPS:
+            break
+    return newest
 
 
 def _labels(runs: list[Run]) -> list[str]:

@@ -105,6 +105,22 @@ def test_runs_table_marks_nan_loss_and_impossible_mfu(tmp_path):
     assert shown == ["not finite", "not finite", "–", "2.0000"]
 
 
+def test_runs_table_shows_the_speed_of_kit_status(tmp_path):
+    """The newest attempt has two steps. Both commands take the median over 20 steps of both
+    attempts, also if the last bytes of metrics.jsonl contain only steps that were repeated.
+    """
+    for repeated in (5, 500):
+        run = make(tmp_path / f"run-{repeated}", steps=1000)
+        again = [row(step, 2, step_time_s=2.0) for step in (1001 - repeated, 1002 - repeated)]
+        with (run.directory / "metrics.jsonl").open("a") as stream:
+            stream.write(lines(again))
+        (found,) = runs_table(run.directory).rows
+        summary = run.metrics().summary()
+        names = ("step", "attempt", "tokens_per_s", "step_time_s", "mfu", "speed_steps")
+        assert [found[name] for name in names] == [summary[name] for name in names]
+        assert (found["tokens_per_s"], found["speed_steps"]) == (4096, 20)
+
+
 def test_runs_table_uses_newest_attempt_of_long_file(tmp_path):
     run = make(tmp_path / "run", steps=5000)
     file = run.directory / "metrics.jsonl"
@@ -114,7 +130,7 @@ def test_runs_table_uses_newest_attempt_of_long_file(tmp_path):
     (found,) = runs_table(tmp_path).rows
     assert "tokens/s, MFU: median of the last 20 steps" in runs_table(tmp_path).notes[-1]
     told = [found[name] for name in ("step", "attempt", "loss", "tokens_per_s")]
-    assert told == [4001, 2, 1.5, 2048]
+    assert told == [4001, 2, 1.5, 4096], "the speed is a median that includes earlier steps"
 
 
 def test_compare_figure_has_a_curve_per_run_with_gaps(tmp_path):
