@@ -20,7 +20,8 @@ from cluster.request import derived
 from cluster.scheduler import EDIT
 from cluster.shadows import find_shadowing_modules, summary
 from cluster.site import Site
-from cluster.state import JobError
+from cluster.state import JobError, JobState, find_log, read_exit, read_history
+from cluster.status import read_status
 from kit import launcher
 from kit.cli.launch_settings import (
     LaunchSettings,
@@ -52,6 +53,9 @@ SELECTIVE = (
     "plan.recompute=full."
 )
 NOT_STARTED = "Interrupted: nothing was started."
+VARYING = re.compile(r"; given up after .* without a new step|0x[0-9a-f]+|\d+")
+"""Parts of the reason of a failure that may differ between two failures with one cause: the number
+of starts, and numbers such as process ids, addresses and sizes."""
 
 
 @app.command()
@@ -206,6 +210,8 @@ def launch(
         # would raise another error.
         launcher.refuse_done(begun, gathered.plan, steps or begun.recipe.num_steps)
     time_limit_s = _time_limit(minutes, time)
+    if begun and not show:
+        _tell_last_failure(begun)
     chosen = draft_recipe(gathered.recipe_fields)
     for text in gathered.notes:
         note(text)
@@ -273,6 +279,7 @@ def resume(
     plan = begun.plan.replace(**changes["plan"])
     limit_s = _seconds(minutes)
     _warn_of_memory(begun, plan)
+    _tell_last_failure(begun)
     _warn_of_shadows(begun.site)
     with report_interrupted_launch(run):
         started = launcher.resume(
@@ -292,6 +299,41 @@ def _warn_of_memory(run: Run, plan: Plan | None = None) -> None:
     )
     if warning is not None:
         note(warning)
+
+
+def _tell_last_failure(run: Run) -> None:
+    """Prints why the last attempt of a run failed or was lost. If the failure before it was at the
+    same step and for the same reason, says that a plain resume will probably fail again. Prints
+    nothing about a run that has not failed.
+    """
+    status = read_status(run.directory, waits=False)
+    if status.state not in (JobState.FAILED, JobState.LOST):
+        return
+    step = f"at step {status.step:,}" if status.step else "before its first step"
+    said = status.reason.removesuffix(".")
+    earlier = [
+        event
+        for event in read_history(run.directory)
+        if event.state is JobState.FAILED and event.attempt < status.attempt
+    ]
+    last = earlier[-1] if earlier else None
+    is_repeated = (
+        last is not None
+        and (last.step or 0) == (status.step or 0)
+        and VARYING.sub("", last.reason) == VARYING.sub("", status.reason)
+    )
+    if last is None or not is_repeated:
+        note(f"Attempt {status.attempt} ended {step} ({status.state}): {said}.")
+        return
+    report = read_exit(run.directory)
+    rank = (report.failing_rank if report else None) or 0
+    log = find_log(run.directory, status.attempt, rank, run.site.devices_per_node)
+    note(
+        f"WARNING: attempts {last.attempt} and {status.attempt} both ended {step} with: {said}. The"
+        " new attempt will probably end in the same way. If it does, change what the reason names"
+        " first, such as data, hook, environment or plan (--set plan.KEY=VALUE). The whole error"
+        f" is in {log}."
+    )
 
 
 def _warn_of_shadows(site: Site) -> None:

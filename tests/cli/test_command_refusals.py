@@ -20,7 +20,14 @@ from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.site import Site
-from cluster.state import JobError, log_path, take_request, update_state, write_request
+from cluster.state import (
+    JobError,
+    JobState,
+    log_path,
+    take_request,
+    update_state,
+    write_request,
+)
 from cluster.submission import submit
 from kit import launcher
 from kit.cli.app import app
@@ -253,6 +260,39 @@ def test_launch_into_existing_run_keeps_its_settings(finished, started) -> None:
         other = "--set spec.num_layers=3 --set recipe.beta1=0.5"
         kit_command(f"launch runs/rep {other} --steps 40 {two}")
     assert f"`kit resume {finished.directory} --steps 40 {two}`" in str(raised.value)
+
+
+def fail(run: Run, step: int | None, line: str) -> None:
+    """Writes the files of one more attempt, which fails after `step`. Its log ends with `line`."""
+    attempt = claim_attempt(run.directory)
+    log_path(run.directory, attempt, 0).write_text(f"step 22 of 40\n{line}\n")
+    update_state(run.directory, attempt=attempt, state=JobState.RUNNING, step=step)
+    write_end(run.directory, attempt, AttemptOutcome(1, "rank 0 ended with code 1", 0))
+
+
+def test_resume_prints_the_last_failure_and_starts(finished, started, capsys) -> None:
+    def resume(command: str = "resume runs/rep --steps 40") -> str:
+        kit_command(command)
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "ended" not in resume()
+    fail(finished, 22, "ValueError: document 17 is empty")
+    said = resume()
+    reason = "rank 0 ended with code 1: ValueError: document 17 is empty."
+    assert f"Attempt 2 ended at step 22 (failed): {reason}" in said and "both" not in said
+    assert reason in resume("launch runs/rep --steps 40")
+    fail(finished, 22, "ValueError: document 18 is empty")
+    said = resume()
+    assert "attempts 2 and 3 both ended at step 22 with: rank 0 ended with code 1: Value" in said
+    assert "document 18" in said and "attempt_03/rank_00000.log" in said
+    fail(finished, 24, "ValueError: document 18 is empty")
+    assert "both" not in resume()
+    fail(finished, 24, "KeyError: 'text'")
+    assert "both" not in resume()
+    for _ in range(2):
+        fail(finished, None, "ConfigError: recipe.hook: no on_step")
+    assert "both ended before its first step with" in resume()
+    assert len(started) == 7
 
 
 def test_missing_hook_file_needs_a_copy_in_the_run(finished, refused, started) -> None:
