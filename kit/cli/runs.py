@@ -24,6 +24,7 @@ from kit.cli.options import (
     print_result,
 )
 from kit.errors import ConfigError, RunError, kit_command
+from kit.monitor.states import STOPPED, state_word
 from kit.run import Run
 from kit.show.results import short_number
 from kit.show.style import check_picture, save_figure
@@ -158,8 +159,7 @@ def _tell_next(run: Path) -> None:
     """Prints the user's next step with a run. It depends on the state of the run."""
     status = read_status(run)
     text, command = NEXT.get(status.state, ("Follow it:", "watch"))
-    last_step = Run.open(run).recipe.num_steps
-    if status.state is JobState.DONE and status.step is not None and status.step < last_step:
+    if state_word(status, Run.open(run).recipe.num_steps) == STOPPED:
         text, command = "It was stopped before its last step. Continue it:", "resume"
     if status.is_cancelled:
         text, command = "It was cancelled. Continue it:", "resume"
@@ -398,13 +398,12 @@ def _drawn(table: "RunsTable") -> Table | str:
 
     if not table.rows:
         return f"no run below {table.folder}"
-    colours = {str(state): colour for state, colour in STATE_COLOURS.items()}
     headings = [column_heading(name) for name in table.columns]
     rows = []
     for row in table.rows:
         cells = []
         for name in table.columns:
-            style = colours.get(row["state"], "") if name == "state" else ""
+            style = STATE_COLOURS.get(row["state_word"], "") if name == "state_word" else ""
             cells.append(Text(cell_text(name, row.get(name)), style))
         rows.append(cells)
     return Table(*headings, rows=rows, right=headings[2:])

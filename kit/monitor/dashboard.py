@@ -24,6 +24,7 @@ from kit.monitor.notes import notes_are_editable, read_notes, write_notes
 from kit.monitor.run_view import RunView, site_written_at
 from kit.monitor.scores import score_series
 from kit.monitor.settings import settings_table
+from kit.monitor.states import state_word
 from kit.run import Run
 from kit.run.columns import COLUMN_MEANINGS, Columns, parse_row
 from kit.run.metrics import Metrics, last_step_values, time_left_s
@@ -232,6 +233,7 @@ class Dashboard:
 
     def row(self) -> dict[str, Any]:
         """Returns the state of the job with its reason, and the numbers of the last step, by name.
+        `state_word` is the word for the state that views show.
 
         A number that was recorded as not finite is NaN or infinity. A number that was never
         recorded or is unknown is None.
@@ -246,6 +248,7 @@ class Dashboard:
                 left_s = time_left_s(self.columns, run.recipe.num_steps)
             return {
                 "state": str(status.state),
+                "state_word": state_word(status, run.recipe.num_steps),
                 "reason": status.reason,
                 "attempt": status.attempt,
                 "num_steps": run.recipe.num_steps,

@@ -15,6 +15,7 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.quantities import QUANTITIES
 from kit.monitor.scores import draw_scores, eval_curve
 from kit.monitor.speed import BAND_LABEL, Band, speed_facts
+from kit.monitor.states import state_word
 from kit.run import Run
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics, median
@@ -81,6 +82,8 @@ def snapshot(dashboard: Dashboard) -> Any:
         x, rows = dashboard.curves.window(("loss", speed), PlotRange(width=120))
         lost = dashboard.columns["step"][_steps_not_finite(dashboard.columns)]
     status = dashboard.status
+    num_steps = dashboard.run.recipe.num_steps
+    word = state_word(status, num_steps)
     step = "no step yet"
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -92,7 +95,7 @@ def snapshot(dashboard: Dashboard) -> Any:
         band = dashboard.run_view.speed_monitor.facts["band"]
         firsts = dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], speed)
-        step = f"step {int(x[-1]):,}"
+        step = f"step {int(x[-1]):,} of {num_steps:,}"
         figure.supxlabel(
             f"pale: each step; line: {smoothing_text(dashboard.curves.smoothing)}",
             fontsize=TEXT,
@@ -103,7 +106,7 @@ def snapshot(dashboard: Dashboard) -> Any:
     draw_levels(left, dashboard.baseline_losses)
     _mark_not_finite(left, lost)
     figure.suptitle(
-        f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}",
+        f"{short(dashboard.run.name)}: {word}, attempt {status.attempt}, {step}",
         fontsize=TEXT,
         x=0.01,
         ha="left",

@@ -19,6 +19,7 @@ from kit.monitor.curves import mask_undrawable
 from kit.monitor.figure import moving_average, use_log_axis_if_wide
 from kit.monitor.quantities import QUANTITIES, quantity_text
 from kit.monitor.settings import differing_settings, run_settings
+from kit.monitor.states import state_word
 from kit.run import Run
 from kit.run.columns import parse_row, valid_rows
 from kit.run.metrics import SPEED_STEPS
@@ -35,7 +36,7 @@ TAIL_BYTES = 16 << 10
 LONG_TAIL_BYTES = 1 << 20
 """Number of bytes that are read instead if the last TAIL_BYTES have fewer than SPEED_STEPS valid
 rows, since a restart has replaced the others."""
-LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
+LIVE_COLUMNS = ("run", "state_word", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
 """Columns that the table of runs always has. The settings in which the runs differ follow them."""
 DASHES = ("solid", (0, (5, 2)))
 """Line styles of the compared curves. Each of the four colours is used with both line styles, which
@@ -76,10 +77,10 @@ class RunsTable:
         return notes
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Returns the rows as dictionaries for JSON. They have the columns of the table, the reason
-        of the state, the directory, and the age of the data in seconds.
+        """Returns the rows as dictionaries for JSON. They have the columns of the table, the name
+        and the reason of the state, the directory, and the age of the data in seconds.
         """
-        names = [*self.columns, "heard_s", "reason", "directory"]
+        names = [*self.columns, "state", "heard_s", "reason", "directory"]
         return [{name: row.get(name) for name in names} for row in self.rows]
 
     def _repr_html_(self) -> str:
@@ -134,7 +135,7 @@ def runs_table(folder: str | Path) -> RunsTable:
             reason = "deleted while it was looked at"
             if directory.is_dir():
                 reason = str(error)
-            row |= {"state": "unreadable", "reason": reason}
+            row |= {"state": "unreadable", "state_word": "unreadable", "reason": reason}
         else:
             row |= of_run
             settings.append(of_run)
@@ -148,15 +149,17 @@ def live_row(run: Run) -> dict[str, Any]:
     """Returns the row of one run: its state with the reason, the numbers of its last step, and its
     median speed over the last steps, as `kit status` prints them.
     """
+    num_steps = run.recipe.num_steps
     try:
         status = run.job.status()
         state = str(status.state)
+        word = state_word(status, num_steps)
         reason = status.reason
     except JobError:
         status = None
-        state = "not started"
+        state = word = "not started"
         reason = "no job was submitted for it"
-    row = {"state": state, "reason": reason, "num_steps": run.recipe.num_steps}
+    row = {"state": state, "state_word": word, "reason": reason, "num_steps": num_steps}
     if status and status.heard_at is not None:
         row |= {"heard": f"{status.age} ago", "heard_s": status.age_s}
     newest = _newest_rows(run)
@@ -216,7 +219,12 @@ def column_heading(column: str) -> str:
     """Returns the heading of a column of the table of runs. For a setting, it is the last part of
     its dotted name.
     """
-    headings = {"num_steps": "of steps", "heard": "as of", "spec.name": "model"}
+    headings = {
+        "state_word": "state",
+        "num_steps": "of steps",
+        "heard": "as of",
+        "spec.name": "model",
+    }
     if column in headings:
         return headings[column]
     if column in QUANTITIES:

@@ -16,13 +16,15 @@ from kit.monitor.dashboard import Dashboard, complete_dashboard
 from kit.monitor.on_alert import AlertCommand
 from kit.monitor.quantities import QUANTITIES, quantity_text
 from kit.monitor.scores import last_scores, scoring_seconds
+from kit.monitor.states import STOPPED
 from kit.run import Run
 from kit.run.alerts import Alert
 from kit.show.terminal import PlainConsole, format_time, keep_drawing
 
-STATE_COLOURS = {
+STATE_COLOURS: dict[str, str] = {
     JobState.RUNNING: "green",
     JobState.DONE: "green",
+    STOPPED: "yellow",
     JobState.IMPORTED: "cyan",
     JobState.STARTING: "cyan",
     JobState.QUEUED: "cyan",
@@ -31,6 +33,7 @@ STATE_COLOURS = {
     JobState.FAILED: "red",
     JobState.LOST: "red",
 }
+"""Colour of the word for a state (`state_word`)."""
 STEP_QUANTITIES = (
     "loss",
     "validation_loss",
@@ -56,10 +59,10 @@ MARKS = {"warning": ("⚠", "yellow"), "error": ("✖", "red")}
 def status_row(run: Run) -> dict[str, Any]:
     """Returns the present status of a run as plain values, by name.
 
-    The values are state, reason, step, loss, speed, MFU, time left, checkpoints and scores.
-    `unreadable` lists the checkpoint folders that this user has no permission to enter. `eval_s` is
-    the number of seconds for which the checkpoints were scored. `devices` has the numbers about the
-    devices of all ranks, and is empty on a CPU.
+    The values are state, the word for the state that views show, reason, step, loss, speed, MFU,
+    time left, checkpoints and scores. `unreadable` lists the checkpoint folders that this user
+    has no permission to enter. `eval_s` is the number of seconds for which the checkpoints were
+    scored. `devices` has the numbers about the devices of all ranks, and is empty on a CPU.
     """
     dashboard = Dashboard(run).read_all()
     dashboard.run_view.ranks.read_heartbeats()
@@ -140,7 +143,7 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
     title = Text.assemble(
         (facts["name"], "bold"),
         "  ",
-        (f"● {row['state']}", STATE_COLOURS.get(JobState(row["state"]), "white")),
+        (f"● {row['state_word']}", STATE_COLOURS.get(row["state_word"], "white")),
         "  ",
         (row["reason"], "dim"),
     )

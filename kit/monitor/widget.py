@@ -350,7 +350,7 @@ class Monitor(anywidget.AnyWidget):
         and hides it by the class of its HTML element.
         """
         facts = self.dashboard.facts()
-        alt = "{name}: {state}, step {step}, loss and speed".format(**facts)
+        alt = "{name}: {state_word}, step {step} of {num_steps}, loss and speed".format(**facts)
         bundle = self.figure().to_bundle(alt=alt)
         # `make demo` runs notebooks and prints this text meanwhile.
         bundle["text/plain"] = _status_text(facts)
@@ -367,7 +367,7 @@ def _status_text(facts: Mapping[str, Any]) -> str:
     """Returns one line with the name, state and step of a run, for viewers that do not
     render HTML.
     """
-    return "{name}: {state}, step {step} of {num_steps}".format(**facts)
+    return "{name}: {state_word}, step {step} of {num_steps}".format(**facts)
 
 
 def _ipython_shell() -> Any:

@@ -12,7 +12,9 @@ from cluster.job import JobSpec
 from cluster.state import JobState
 from kit.cli.options import strict_json
 from kit.config.plan import Plan
-from kit.monitor import run_figure, status_table
+from kit.monitor import run_figure, runs_table, status_table
+from kit.monitor.dashboard import complete_dashboard
+from kit.monitor.figure import snapshot
 from kit.monitor.text import status_row
 from kit.run import Run
 from kit.show.style import save_figure
@@ -133,3 +135,31 @@ def test_status_text_marks_non_finite_values(run):
     assert "loss not finite" in words and "grad norm not finite" in words and "nan" not in words
     assert "?" in words, "a lost step is seen in the line of bars"
     assert json.loads(strict_json(row), parse_constant=pytest.fail)["loss"] == "Infinity"
+
+
+def test_views_show_a_run_that_was_stopped_early(run):
+    """The run has 80 steps and ended well after step 40. JSON keeps the state of the job."""
+
+    def shown() -> list[str]:
+        console = Console(file=io.StringIO(), width=100)
+        console.print(status_table(run, 100))
+        dashboard = complete_dashboard(run)
+        (row,) = runs_table(run.directory).rows
+        title = snapshot(dashboard).get_suptitle()
+        return [
+            console.file.getvalue(),  # pyright: ignore[reportAttributeAccessIssue]
+            dashboard.facts()["state_word"],
+            row["state_word"],
+            runs_table(run.directory)._repr_html_(),
+            title,
+        ]
+
+    for text in shown():
+        assert "stopped" in text and "done" not in text
+    assert "● stopped" in shown()[0] and "40 / 80" in shown()[0]
+    assert "stopped, attempt 2, step 40 of 80" in shown()[-1]
+    assert status_row(run)["state"] == runs_table(run.directory).to_dicts()[0]["state"] == "done"
+    run.recipe.replace(num_steps=40).write(run.directory / "recipe.json")
+    run = Run.open(run.directory)
+    for text in shown():
+        assert "done" in text and "stopped" not in text

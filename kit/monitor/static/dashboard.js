@@ -15,7 +15,7 @@ const COLOURS = [["#0072B2", "#56B4E9"], ["#007A5A", "#2BCB9A"], ["#9A4A78", "#E
 const DASHES = [[6, 4], [2, 3], [10, 3, 2, 3]]; // Dashes of the curves of other runs. Three runs have the same dashes, and different colours.
 const SHOWN_SETTINGS = 4; // Number of differing settings of each run in the legend. All are in the table of settings.
 const CHOICE = "kit-monitor-charts"; // Key in the browser's localStorage of the user's choice of charts, for all runs: names of added metrics and of hidden default charts.
-const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
+const ICONS = { running: "▶", done: "✔", stopped: "■", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
 const ACTIONS = [
   ["checkpoint", "Checkpoint now", "Save a checkpoint at the next step and go on", false],
   ["stop", "Stop after step", "Save a checkpoint at the next step and end", true],
@@ -761,9 +761,9 @@ function render({ model, el }) {
     name.title = f.directory;
     const rule = f.picture ? `.kit-still-${f.picture} { display: none !important; }` : "";
     if (hidden.textContent !== rule) hidden.textContent = rule;
-    say(badge, f.as_of ? `last seen ${f.state}` : `${ICONS[f.state] || "…"} ${f.state}`);
+    say(badge, f.as_of ? `last seen ${f.state_word}` : `${ICONS[f.state_word] || "…"} ${f.state_word}`);
     root.dataset.state = f.state;
-    badge.dataset.state = f.as_of ? "" : f.state; // The badge is grey if the present state is unknown.
+    badge.dataset.state = f.as_of ? "" : f.state_word; // The badge is grey if the present state is unknown.
     const saved = (f.checkpoints || []).at(-1);
     reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}${saved == null ? "" : ` · last checkpoint: step ${whole(saved)}`}`;
     showPlaces(f);
