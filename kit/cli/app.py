@@ -159,6 +159,8 @@ kit launch runs/first --data data/demo --steps 60
 kit plan llama3-8b --site dgx-h100 --devices 64 --batch 1024
 """
 LONG = 200
+WORDS = "kit.words"
+"""Key of the words of the command line in the field `meta` of Typer's context."""
 PATHLIB = ("Symlink loop from", "Could not determine home directory")
 """Starts of two error messages of Python's pathlib about wrong paths. These errors have no
 exception type of their own, so the messages identify them."""
@@ -204,7 +206,25 @@ class Commands(TyperGroup):
         words = [word for word in args if word != "--json"]
         if "--json" in args:
             words.insert(0, "--json")
+        ctx.meta[WORDS] = words
         return super().parse_args(ctx, words)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command. If the command line has an unknown option, the error gives advice."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # Typer has its own copy of click's class of this error, depending on its version.
+            option = getattr(error, "option_name", None)
+            command = getattr(getattr(error, "ctx", None), "command", None)
+            if type(error).__name__ != "NoSuchOption" or option is None or command is None:
+                raise
+            from kit.cli.unknown_options import option_advice
+
+            advice = option_advice(command, option, ctx.meta[WORDS])
+            error.message = f"No such option: {option}. {advice}".rstrip()  # pyright: ignore[reportAttributeAccessIssue]
+            error.possibilities = None  # pyright: ignore[reportAttributeAccessIssue]
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Prints the help of the whole command line, in the form of Typer's help of one command.

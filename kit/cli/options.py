@@ -13,6 +13,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from kit.config.other_names import find_setting
 from kit.errors import ConfigError, kit_command
 from kit.show.terminal import PlainConsole, Table
 
@@ -75,6 +76,9 @@ def parse_settings(
         record, _, field = key.partition(".")
         if not field or record not in allowed:
             wanted = " or ".join(f"{name}.KEY=VALUE" for name in allowed)
+            setting = find_setting(key).partition("=")[0]
+            if setting.partition(".")[0] in allowed:
+                wanted = f"{setting}=VALUE"
             raise ConfigError(f"--set {key!r} is not allowed. Give {wanted}.")
         changes[record][field] = value
     return changes

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, counted, field_doc, from_one, html_table, must
 from kit.config.model_rules import MODEL_RULES
+from kit.config.other_names import field_advice
 from kit.config.rules import PLAN_RULES, SPLIT_SCHEDULES, Rule
 from kit.config.spec import ModelSpec
 from kit.engines.capabilities import DEFAULT_ENGINE, Capabilities, EngineName, capabilities_of
@@ -130,6 +131,10 @@ class Plan(Record):
         "implementation of the training step: torch itself, DeepSpeed, or NeuronX Distributed",
         default=DEFAULT_ENGINE,
     )
+
+    @classmethod
+    def unknown_key_advice(cls, key: str, value: Any) -> str:
+        return field_advice(cls, key)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,9 +4,10 @@ Imports no torch.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc, must
+from kit.config.other_names import field_advice
 from kit.config.spec import above_0
 
 PROFILED = 100
@@ -256,6 +257,10 @@ class Recipe(Record):
         "phases at the start of the run in which the sources have other weights, in order",
         default=(),
     )
+
+    @classmethod
+    def unknown_key_advice(cls, key: str, value: Any) -> str:
+        return field_advice(cls, key)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from cluster.record import ConfigError, Record, counted, field_doc, html_table, must, suggestion
+from kit.config.other_names import field_advice
 
 above_0 = must(lambda number: number > 0, "Give a number above 0.")
 MAX_LAYERS = 100_000
@@ -246,6 +247,10 @@ class ModelSpec(Record):
         " are divided by sqrt(2 L), with L transformer blocks",
         default=True,
     )
+
+    @classmethod
+    def unknown_key_advice(cls, key: str, value: Any) -> str:
+        return field_advice(cls, key)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -184,7 +184,7 @@ def test_fields_named_in_messages_exist() -> None:
     """An example is `recipe.checkpoint_every`. Properties and methods of the records are allowed
     too.
     """
-    pattern = r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?"
+    pattern = r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+[12]?)(?:\.([a-z_]+))?"
     files = ("json", "toml", "py", "preset", "attempt_", "base")
     named = [
         (where, *found)

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import typer.main
 from typer.testing import CliRunner
 
@@ -92,3 +93,44 @@ def test_deep_doctor_finds_the_installed_packages(tmp_path) -> None:
         assert found["deepspeed"]["ok"], found["deepspeed"]
         assert "made a training step" in found["deepspeed"]["found"]
     assert found["neuronx-distributed"]["ok"] is not True
+
+
+UNKNOWN = """
+launch x --step 5 | Give --steps 5.
+launch x --lr 1e-3 | Give --learning-rate 1e-3.
+launch x --lerning-rate=1e-3 | Give --learning-rate 1e-3.
+launch x --lenght 5 | Give --set spec.sequence_length=5.
+launch x --seq 5 | Give --set spec.sequence_length=5.
+launch x --batch_size 8 | Give --batch 8.
+launch x --weight-decay 0.1 | Give --set recipe.weight_decay=0.1.
+launch x --z-loss 1e-4 | Give --set recipe.z_loss=1e-4.
+launch x --warmup | Give --set recipe.warmup_steps=VALUE.
+launch x --tensor-model-parallel-size 2 | Give --set plan.tensor_parallel=2.
+launch x --bf16 | Give --set plan.precision=bf16.
+launch x --nproc_per_node 4 | Give --set plan.data_parallel=4.
+launch x --nnodes 4 | Did you mean --nodes?
+launch x --sit a | Did you mean --site?
+plan demo --lr 1e-3 | It is a setting of `kit launch`: --set recipe.learning_rate=1e-3.
+plan demo --seq-len 9 | Give --seq 9.
+plan demo --gpus 8 | Give --devices 8.
+plan demo --tp 8 | Give --set plan.tensor_parallel=8.
+eval x --steps 9 | Did you mean --step?
+eval x --batch 9 | Did you mean --batch-size?
+data build x --vocab 300 | Give --vocab-size 300.
+launch x --set lr=1 | --set 'lr' is not allowed. Give recipe.learning_rate=VALUE.
+launch x --set recipe.lr=1 | recipe.lr: unknown key. Recipe's field is learning_rate.
+launch x --set recipe.tp=1 | recipe.tp: unknown key. Plan has this setting: plan.tensor_parallel.
+"""
+"""Commands with a name that the kit does not have, and the advice in the error message."""
+
+
+@pytest.mark.parametrize("row", UNKNOWN.strip().splitlines())
+def test_unknown_option_or_setting_gets_advice(row, answer, monkeypatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
+    words, advice = row.split(" | ")
+    assert advice in answer(words)
+
+
+def test_unknown_option_without_a_near_name_is_only_named(answer) -> None:
+    said = answer("stop x --zzz")
+    assert "No such option: --zzz" in said and "Possible" not in said

@@ -23,6 +23,8 @@ recompute_layers=2 | plan.recompute_layers: 2 is not allowed with engine 'native
 recompute=full recompute_layers=2 engine=neuron | it recomputes all blocks or none
 schedule=1f2b | plan.schedule: '1f2b' is not allowed
 tensor_paralel=2 | plan.tensor_paralel: unknown key. Did you mean 'tensor_parallel'?
+tp=2 | plan.tp: unknown key. Plan's field is tensor_parallel.
+lr=2 | plan.lr: unknown key. Recipe has this setting: recipe.learning_rate.
 data_parallel=2 micro_batch_size=4 global_batch_size=12 | 12 sequences cannot be cut into micro-batches of 4 on 2 replicas. Use a multiple of 8, for example 16. Or set plan.micro_batch_size to 2.
 data_parallel=16 micro_batch_size=4 global_batch_size=8 | Use a multiple of 64, for example 64. With plan.micro_batch_size 1, a multiple of 16 is enough.
 data_parallel=16 global_batch_size=8 | 8 sequences cannot be divided among 16 replicas. Use a multiple of 16, for example 16.
