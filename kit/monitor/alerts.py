@@ -16,7 +16,7 @@ import numpy as np
 from cluster.job import JobStatus
 from cluster.logs import log_tail
 from cluster.record import shortened
-from cluster.state import JobState, find_log
+from cluster.state import JobState, find_log, read_exit
 from kit.errors import kit_command
 from kit.monitor.curves import Curves
 from kit.monitor.detectors import (
@@ -76,6 +76,8 @@ class Finding(NamedTuple):
     row: int | None = None
     """Row of the metrics at which the problem occurred. None if the problem exists now and belongs
     to no row."""
+    time: float | None = None
+    """Unix time of a problem without a row, in seconds. None: the time at which it was found."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,15 +228,15 @@ class ChangeTimer:
 
 def _alert(rule: AlertRule, finding: Finding, look: RuleInput) -> Alert:
     """Returns the alert for a problem that a rule has found. Attempt, step and time come from the
-    row of the problem. For a problem without a row, they are the present attempt, its last step and
-    the present time.
+    row of the problem. For a problem without a row, they are the present attempt, its last step,
+    and the time of the finding or, if it has none, the present time.
     """
     columns = look.curves.columns
     row = finding.row
     if row is None:
         attempt = look.status.attempt
         step = int(columns["step"][-1]) if len(columns) else 0
-        when = time.time()
+        when = time.time() if finding.time is None else finding.time
     else:
         attempt = int(columns["attempt"][row])
         step = int(columns["step"][row])
@@ -389,14 +391,21 @@ def _damaged_records(look: RuleInput) -> Iterator[Finding]:
 
 
 def _bad_job_state(look: RuleInput) -> Iterator[Finding]:
-    """Finds a job in a bad state: failed, lost or stalled."""
+    """Finds a job in a bad state: failed, lost or stalled. The alert about a failed job has the
+    time at which the job ended, also if nobody has looked at the run until much later.
+    """
     state = look.status.state
     is_bad = state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
     # If state.json is missing, the run directory was removed or is being removed. An alert would
     # write a file into it.
-    if is_bad and (look.run.directory / "state.json").exists():
-        what = "job" if look.status.is_cancelled else f"job {state}:"
-        yield Finding(f"{what} {look.status.reason}")
+    if not is_bad or not (look.run.directory / "state.json").exists():
+        return
+    report = read_exit(look.run.directory)
+    ended_at = None
+    if state is JobState.FAILED and report and report.attempt == look.status.attempt:
+        ended_at = report.time
+    what = "job" if look.status.is_cancelled else f"job {state}:"
+    yield Finding(f"{what} {look.status.reason}", time=ended_at)
 
 
 def _slow_start(look: RuleInput) -> Iterator[Finding]:

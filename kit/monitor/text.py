@@ -266,7 +266,11 @@ def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType
         parts.append(Text(text, style="red"))
     elif dashboard.status.state is JobState.FAILED:
         last_lines = dashboard.log().rstrip().splitlines()[-8:]
-        parts.append(Text("\n".join(last_lines), style="dim"))
+        # The reason in the heading ends with the last line of the log, in most cases.
+        while last_lines and last_lines[-1].strip() in dashboard.status.reason:
+            last_lines.pop()
+        if last_lines:
+            parts.append(Text("\n".join(last_lines), style="dim"))
     return parts
 
 
@@ -298,7 +302,11 @@ def _alerts(dashboard: Dashboard) -> list[Text]:
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         mark, colour = MARKS[alert.level]
         when = format_time(alert.time, "%m-%d %H:%M:%S")
-        text = f"{mark} {when} step {alert.step:,} {alert.kind}: {alert.message}"
+        message = alert.message
+        if alert.kind == "job" and alert.attempt == dashboard.status.attempt:
+            # The heading of the view has the reason.
+            message = message.removesuffix(f": {dashboard.status.reason}")
+        text = f"{mark} {when} step {alert.step:,} {alert.kind}: {message}"
         lines.append(Text(text, style=colour))
     if more := len(alerts) - len(lines):
         every = kit_command("status", dashboard.run.directory, "--json")

@@ -51,8 +51,8 @@ class Alert(Record):
     attempt: int = field_doc("number of the attempt of the run in which the event happened")
     step: int = field_doc("number of the optimizer step to which the alert refers")
     time: float = field_doc(
-        "Unix time in seconds: the time of the step that caused the alert, or else the time at"
-        " which the event was found"
+        "Unix time in seconds: the time of the step that caused the alert, or of the end of the"
+        " job that failed, or else the time at which the event was found"
     )
 
     @property

@@ -21,6 +21,7 @@ from cluster.site import Site
 from cluster.state import (
     ExitReport,
     JobState,
+    log_path,
     read_pending_request,
     take_request,
     write_exit,
@@ -158,6 +159,22 @@ def test_watch_ends_with_the_job_and_shows_the_reason(run):
     last = screen.rpartition("run  ")[2]
     assert reason in last
     assert "step 400 of 1000: all is well" in last, "with the end of its log"
+
+
+def test_status_of_a_failed_run_gives_the_reason_once(run):
+    line = "ValueError: the batch of step 401 is empty"
+    log = log_path(run.directory, 2, 0)
+    log.write_text(f"step 400 of 1000\n  File train.py\n{line}\n")
+    report = ExitReport(
+        attempt=2, rc=1, reason=f"rank 0 ended with code 1: {line}", host="h", time=1.75e9
+    )
+    write_exit(run.directory, report)
+    found = json.loads(_command("status", run.directory, "--json").stdout)
+    (alert,) = found["alerts"]
+    assert alert["message"] == f"job failed: {report.reason}" and alert["time"] == 1.75e9
+    screen = "\n".join(_screen(run, 200))
+    assert screen.count(line) == 1 and "File train.py" in screen
+    assert f"{terminal.format_time(1.75e9, '%m-%d %H:%M:%S')} step 400 job: job failed" in screen
 
 
 def test_watch_reports_removed_run_directory(run):
