@@ -309,7 +309,7 @@ def _tell_last_failure(run: Run) -> None:
     status = read_status(run.directory, waits=False)
     if status.state not in (JobState.FAILED, JobState.LOST):
         return
-    step = f"at step {status.step:,}" if status.step else "before its first step"
+    step = f"at step {status.step:,}" if status.step else "before the first step"
     said = status.reason.removesuffix(".")
     earlier = [
         event

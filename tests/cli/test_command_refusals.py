@@ -291,7 +291,7 @@ def test_resume_prints_the_last_failure_and_starts(finished, started, capsys) ->
     assert "both" not in resume()
     for _ in range(2):
         fail(finished, None, "ConfigError: recipe.hook: no on_step")
-    assert "both ended before its first step with" in resume()
+    assert "both ended before the first step with" in resume()
     assert len(started) == 7
 
 
