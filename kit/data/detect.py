@@ -50,6 +50,9 @@ OTHERS = (
 )
 """First bytes of file formats that are not read. The text with them names the format and what the
 user can do."""
+DELIMITERS = {".csv": "", ".tsv": ', delimiter="\\t"'}
+"""Argument of Python's `csv.DictReader` for the delimiter of a table in plain text, by the
+extension of the file."""
 LARGEST_RATIO = 1000
 """Largest accepted ratio of unpacked to packed size of a compressed file. Text has a ratio below
 20. A limit is needed, since a few kilobytes of zstd can unpack to gigabytes."""
@@ -223,8 +226,24 @@ def _by_head(file: Path, head: bytes, compression: str | None) -> DetectedFormat
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         return _json(file, compression)
     if _is_text(head):
+        end = file_extensions(file)[0]
+        if end in DELIMITERS:
+            reason = f"a table, not one text. Convert it to JSON lines: {to_lines(end)}"
+            return DetectedFormat("other", compression, reason)
         return DetectedFormat("text", compression)
     return DetectedFormat("other", compression, "not text in UTF-8")
+
+
+def to_lines(end: str) -> str:
+    """Returns a command that writes a table with the extension `end` as JSON lines, with the names
+    of its columns as keys. The command needs only Python's standard library.
+    """
+    rows = f"csv.DictReader(sys.stdin{DELIMITERS[end]})"
+    program = (
+        "import csv, json, sys; csv.field_size_limit(2**31 - 1);"
+        f" [print(json.dumps(row)) for row in {rows}]"
+    )
+    return f"python -c '{program}' < FILE > FILE.jsonl, and name the column with --text-key"
 
 
 def _is_text(head: bytes) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 NOT_UTF_16 = "not UTF-8 text but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"
 MOST_KEYS = 12
 """Largest number of keys of a JSON object that an error message lists."""
+MOST_LEVELS = 8
+"""Largest number of objects around a value of which an error message names the keys."""
 MOST_SHOWN = 40
 """Largest number of characters of a JSON value that an error message shows."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
@@ -139,10 +141,23 @@ def keys_of(row: Any) -> str:
     """
     if not isinstance(row, dict):
         return type(row).__name__
+    return listed_names(_paths(row, ""))
+
+
+def _paths(row: dict[Any, Any], prefix: str) -> list[str]:
+    """Returns the keys of all values in a JSON object that are no objects themselves, each with
+    `prefix` and the keys of the objects around the value: `meta.text`.
+    """
     names = []
     for key, value in row.items():
-        inner = [f"{key}.{name}" for name in value] if isinstance(value, dict) else []
-        names += inner or [str(key)]
+        is_deep = prefix.count(".") >= MOST_LEVELS
+        inner = _paths(value, f"{prefix}{key}.") if isinstance(value, dict) and not is_deep else []
+        names += inner or [f"{prefix}{key}"]
+    return names
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Returns names for an error message: the first MOST_KEYS, and how many others there are."""
     more = [f"and {len(names) - MOST_KEYS} others"] if len(names) > MOST_KEYS else []
     return ", ".join([*names[:MOST_KEYS], *more])
 
@@ -400,11 +415,22 @@ def _row(row: Any, place: str, report: Report, text_key: str, size: int) -> Text
     if isinstance(text, str):
         yield place, text
     elif isinstance(row, dict) and text_key in row:
-        value = json.dumps(row[text_key])[:MOST_SHOWN]
+        value = _shown(row[text_key], text_key)
         report(place, f"no string under the key {text_key!r}, but {value}", size)
     else:
         reason = f"no string under the key {text_key!r} (found: {keys_of(row)}){OTHER_KEY}"
         report(place, reason, size)
+
+
+def _shown(value: Any, text_key: str) -> str:
+    """Returns a value that is no text for an error message, and for an object or a list what the
+    user can do. `text_key` is the key of the value.
+    """
+    if isinstance(value, dict) and value:
+        return f"an object (found: {listed_names(_paths(value, f'{text_key}.'))}){OTHER_KEY}"
+    if isinstance(value, list):
+        return "a list. Write its text as one string under a key of its own"
+    return json.dumps(value, default=repr)[:MOST_SHOWN]
 
 
 def _json_values(
@@ -535,9 +561,8 @@ def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:
                 column = text_key
                 inner = ""
             if column not in schema.names:
-                return report(
-                    name, f"no column {text_key!r} (found: {', '.join(schema.names)}){OTHER_KEY}"
-                )
+                found = listed_names([name for field in schema for name in _columns(field)])
+                return report(name, f"no column {text_key!r} (found: {found}){OTHER_KEY}")
             cells = (cell for batch in batches for cell in batch.column(column))
             for number, cell in enumerate(cells, start=1):
                 yield from _cell(cell, f"{name}:row {number}", report, text_key, inner)
@@ -545,6 +570,18 @@ def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:
         kind = file.suffix[1:].title()
         reason = str(error).splitlines()[0]
         report(f"{name}:row {number + 1}", f"damaged {kind} file ({reason})")
+
+
+def _columns(field: Any, prefix: str = "") -> list[str]:
+    """Returns the name of a column of a table. For a column of objects, returns the names of their
+    fields as `meta.text`.
+    """
+    import pyarrow.types
+
+    name = f"{prefix}{field.name}"
+    if not pyarrow.types.is_struct(field.type):
+        return [name]
+    return [inner for each in field.type for inner in _columns(each, f"{name}.")]
 
 
 def _cell(cell, place: str, report: Report, text_key: str, inner: str) -> Texts:
@@ -558,4 +595,4 @@ def _cell(cell, place: str, report: Report, text_key: str, inner: str) -> Texts:
     if isinstance(text, str):
         yield place, text
     else:
-        report(place, f"{text_key!r} holds {type(text).__name__}, not a string")
+        report(place, f"{text_key!r} holds no string, but {_shown(text, text_key)}")

@@ -86,7 +86,7 @@ NOT_UTF8 = pyarrow.array([b"good", b"\xff\xfe"], pyarrow.binary()).view(pyarrow.
 @pytest.mark.parametrize(
     ("columns", "lost", "message"),
     [
-        ({"text": ["good", None, "also good"]}, 0, "row 2: 'text' holds NoneType"),
+        ({"text": ["good", None, "also good"]}, 0, "row 2: 'text' holds no string, but null"),
         ({"body": ["x"]}, 0, r" no column 'text' \(found: body\)"),
         ({"text": NOT_UTF8}, 0, "row 2: not UTF-8 text"),
         ({"text": ["good"]}, 20, "row 1: damaged Parquet file"),

@@ -3,11 +3,15 @@ are not read are reported.
 """
 
 import bz2
+import csv
 import gzip
 import hashlib
 import json
 import lzma
 import os
+import re
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -135,9 +139,7 @@ def test_unread_files_of_a_folder_are_recorded(tmp_path):
     assert config.reason.startswith("JSON without 'text' (found: version)")
     assert hidden.kind == "hidden"
     facts = [text for name, text in dataset.facts() if name == "not read"]
-    assert facts[0].startswith(
-        "1 file (.csv), 0.00 MB, such as mixed/c.csv: not one of the formats"
-    )
+    assert facts[0].startswith("1 file (.csv), 0.00 MB, such as mixed/c.csv: a table, not one text")
     assert Dataset.open(tmp_path / "data").info == dataset.info
     (folder / "c.csv").write_text("a,b\n" * 9000)
     message = r"[12] files? with 0.04 MB would not be read, beside 2 files with 0.0. MB that"
@@ -182,6 +184,52 @@ def test_wrong_text_key_error_lists_the_keys(tmp_path):
     assert texts(tmp_path, text_key="body") == TEXTS
 
 
+def test_command_for_csv_files_makes_json_lines(tmp_path):
+    """The command that the error message advises is run. The texts have line ends and quotes."""
+    quoted = [[str(i), f'The "text" {i},\nwith\ttwo lines' + i * "é"] for i in (1, 200_000)]
+    for end, delimiter in ((".csv", ","), (".tsv", "\t")):
+        table = tmp_path / f"a{end}"
+        with table.open("w", newline="") as stream:
+            csv.writer(stream, delimiter=delimiter).writerows([["id", "body"], *quoted])
+        with pytest.raises(DataError) as refused:
+            Corpus(table)
+        command = re.search(r"python -c '.*' < FILE > FILE.jsonl", str(refused.value))
+        assert command
+        shell = command[0].replace("python", sys.executable).replace("FILE", str(table))
+        subprocess.run(shell, shell=True, check=True)
+        assert texts(tmp_path / f"a{end}.jsonl", text_key="body") == [row[1] for row in quoted]
+
+
+NO_TEXT = {
+    "null": (None, "but null. Repair or remove it, or leave such documents out: --skip-corrupt"),
+    "number": (7, "but 7"),
+    "list": ([{"role": "user"}], "but a list. Write its text as one string under a key of its own"),
+    "object": ({"a": {"b": "Text"}}, r"but an object \(found: text.a.b\). Name the one"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_value_that_is_no_text_gets_advice(name, tmp_path):
+    value, message = NO_TEXT[name]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": value}) + "\n")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"text": value}]), tmp_path / "a.parquet"
+    )
+    for file in (tmp_path / "a.jsonl", tmp_path / "a.parquet"):
+        with pytest.raises(DataError, match=message):
+            texts(file)
+
+
+def test_missing_text_key_error_lists_all_nested_keys(tmp_path):
+    row = {"id": 1, "meta": {"content": {"text": "Text"}, "source": "web"}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    for file in (tmp_path / "a.jsonl", tmp_path / "a.parquet"):
+        with pytest.raises(DataError, match=r"found: id, meta.content.text, meta.source\).*Name"):
+            texts(file)
+        assert texts(file, text_key="meta.content.text") == ["Text"]
+
+
 def test_files_without_extension_are_read_only_if_alone(tmp_path):
     for name in ("wiki_00", "wiki_01"):
         (tmp_path / name).write_text(f"text of {name}")
@@ -196,6 +244,8 @@ REFUSED = {
     "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(500)), "a tar archive. Unpack it"),
     "a.bin": (bytes(range(256)), "not text in UTF-8"),
     "a.tex": (b"\\section{}", "name it .txt"),
+    "a.csv": (b"id,text\n1,One\n", "a table, not one text. Convert it to JSON lines: python -c"),
+    "a.tsv.gz": (gzip.compress(b"id\ttext\n1\tOne\n"), "a table, not one text. Convert it"),
     "a.idx": (b"MMIDIDX\0\0", "an index of token files"),
     "a.json": (b'{"text": ', "damaged JSON"),
 }
