@@ -1,6 +1,8 @@
 """What the dashboard shows beside the metrics: notes, settings, scores and places of a run."""
 
+import errno
 import json
+import subprocess
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from kit.config.plan import Plan
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.monitor.curves import PlotRange
 from kit.monitor.export import SinkState
-from kit.monitor.notes import MOST_CHARACTERS, read_notes
+from kit.monitor.notes import CONVERT, MOST_CHARACTERS, read_notes
 from kit.run import Run
 from tests.support.recorded_runs import looked_at, made, recorded_run, row
 
@@ -32,6 +34,36 @@ def test_notes_are_stored_and_shown(tmp_path):
     dashboard.write_notes("short")
     assert file.stat().st_size > 10**6, "a text that is not shown as a whole is not replaced"
     assert "editor" in dashboard.notes()["error"] and not dashboard.notes()["is_editable"]
+
+
+def test_notes_that_are_not_utf_8_are_shown_and_kept(tmp_path):
+    run = recorded_run(tmp_path / "run", steps=20)
+    dashboard, file = looked_at(run), run.directory / "notes.txt"
+    file.write_bytes("größeres Modell".encode("latin-1"))
+    notes = dashboard.notes()
+    assert notes["text"].startswith("gr\ufffd\ufffderes Modell\n[notes.txt is not UTF-8 text")
+    assert not notes["is_editable"]
+    dashboard.write_notes("a larger model")
+    assert "not saved" in dashboard.notes()["error"]
+    assert file.read_bytes() == "größeres Modell".encode("latin-1")
+    subprocess.run(CONVERT, shell=True, check=True, cwd=run.directory)
+    assert dashboard.notes()["text"] == "größeres Modell" and dashboard.notes()["is_editable"]
+    dashboard.write_notes("größer")
+    assert dashboard.notes()["error"] == "" and file.read_text() == "größer"
+
+
+def test_notes_that_cannot_be_read_are_kept(tmp_path, monkeypatch):
+    run = recorded_run(tmp_path / "run", steps=20)
+    dashboard, file = looked_at(run), run.directory / "notes.txt"
+    file.write_text("mine")
+
+    def fail(file):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr("kit.monitor.notes.open_for_reading", fail)
+    dashboard.write_notes("new")
+    assert "cannot be read (Permission denied)" in dashboard.notes()["error"]
+    assert not dashboard.notes()["is_editable"] and file.read_text() == "mine"
 
 
 @pytest.mark.parametrize("obstacle", ["another user's run", "a run on a cluster"])
