@@ -243,7 +243,7 @@ def to_lines(end: str) -> str:
         "import csv, json, sys; csv.field_size_limit(2**31 - 1);"
         f" [print(json.dumps(row)) for row in {rows}]"
     )
-    return f"python -c '{program}' < FILE > FILE.jsonl, and name the column with --text-key"
+    return f"`python -c '{program}' < FILE > FILE.jsonl`, and name the column with --text-key"
 
 
 def _is_text(head: bytes) -> bool:

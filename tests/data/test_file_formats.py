@@ -244,7 +244,7 @@ REFUSED = {
     "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(500)), "a tar archive. Unpack it"),
     "a.bin": (bytes(range(256)), "not text in UTF-8"),
     "a.tex": (b"\\section{}", "name it .txt"),
-    "a.csv": (b"id,text\n1,One\n", "a table, not one text. Convert it to JSON lines: python -c"),
+    "a.csv": (b"id,text\n1,One\n", "a table, not one text. Convert it to JSON lines: `python -c"),
     "a.tsv.gz": (gzip.compress(b"id\ttext\n1\tOne\n"), "a table, not one text. Convert it"),
     "a.idx": (b"MMIDIDX\0\0", "an index of token files"),
     "a.json": (b'{"text": ', "damaged JSON"),
