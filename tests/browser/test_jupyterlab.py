@@ -225,7 +225,7 @@ def test_stop_after_step_saves_checkpoint_and_picture(notebook, run):
     picture = notebook.page.locator(".jp-OutputArea-output img").last
 
     def told() -> bool:  # the file does not exist while it is replaced
-        return picture.count() > 0 and "done" in (picture.get_attribute("alt") or "")
+        return picture.count() > 0 and "stopped" in (picture.get_attribute("alt") or "")
 
     notebook.until(told, 180)
     outputs = notebook.save().cells[1].outputs
