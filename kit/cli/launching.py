@@ -319,6 +319,7 @@ def _tell_last_failure(run: Run) -> None:
     last = earlier[-1] if earlier else None
     is_repeated = (
         last is not None
+        and not status.is_cancelled
         and (last.step or 0) == (status.step or 0)
         and VARYING.sub("", last.reason) == VARYING.sub("", status.reason)
     )
