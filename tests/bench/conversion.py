@@ -35,12 +35,12 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
     alone(make_run, workplace / "run", spec)
     (seconds, files), peak_bytes, _ = alone(export, workplace, spec, shard_bytes)
     size = 4e-9 * spec.num_params
-    note = f"{size:,.1f} GB in fp32 to {files} files"
-    speed = f"{size / seconds:.2f} GB/s of fp32"
+    note = f"{size:,.1f} GB of fp32 weights are exported to {files} files"
+    speed = f"{size / seconds:.2f} GB of fp32 weights per second"
     name = f"export of {spec.name}"
     return [
-        row(f"peak memory, {name}", peak_bytes / 1e9, "GB", at_most=12.0, note=note),
-        row(name, seconds, "s", note=speed),
+        row(f"peak memory of the {name}", peak_bytes / 1e9, "GB", at_most=12.0, note=note),
+        row(f"time of the {name}", seconds, "s", note=speed),
     ]
 
 

@@ -47,18 +47,21 @@ def measure(
     memory, (first_s, batch_s) = took.peak_bytes - took.bare_bytes, took.found
     worst, name = compare(draws, epochs)
     size = f"{DOCUMENTS:.2g} documents, {TOKENS:.2g} tokens in {SHARDS + 1} sparse files"
-    batch = f"{SEQUENCES} windows of {SEQUENCE_LENGTH:,}, median of {BATCHES} all over the run;"
-    batch += " no disk is read"
-    noise = f"{epochs} epochs of {TOKENS // 2 // SEQUENCE_LENGTH:,} windows, first {draws:,} of"
-    noise += f" each; {name} is furthest"
-    memory_row = "memory of a rank above the bare interpreter"
-    distance, drawn = "order against NumPy's, furthest statistic", f"of {whole:,}, all drawn"
+    batch = f"{SEQUENCES} windows of {SEQUENCE_LENGTH:,} tokens, median of {BATCHES} batches from"
+    batch += " the whole run; no disk is read"
+    noise = f"first {draws:,} windows of each of {epochs} epochs with"
+    noise += f" {TOKENS // 2 // SEQUENCE_LENGTH:,} windows; of all statistics, `{name}` deviates"
+    noise += " most"
+    memory_row = "memory of the rank beyond the memory of a bare Python interpreter"
+    distance = "largest deviation of a statistic of the kit's order from NumPy's random order"
+    share, drawn = met_once(whole), f"an epoch of {whole:,} windows was read completely"
+    once = "share of the windows that an epoch reads exactly once"
     return [
         row(memory_row, memory / 1e6, "MB", at_most=100),
-        row("from the files to the first batch", first_s, "s", at_most=1.0, note=size),
-        row("a later batch", 1e3 * batch_s, "ms", at_most=5.0, note=batch),
+        row("time from opening the files to the first batch", first_s, "s", at_most=1, note=size),
+        row("time of a later batch", 1e3 * batch_s, "ms", at_most=5.0, note=batch),
         row(distance, worst, "standard errors", at_most=4.0, note=noise),
-        row("windows met once in an epoch", met_once(whole), "", at_least=1.0, note=drawn),
+        row(once, share, "fraction", at_least=1.0, note=drawn),
     ]
 
 

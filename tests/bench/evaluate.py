@@ -28,6 +28,8 @@ from tests.bench.turns import median_row, ratio_row, take_turns
 
 TASKS = ("piqa", "arc_easy", "winogrande")
 TARGET = 2.0
+SCORERS = {"kit": "the kit", "HFLM": "lm-eval's `HFLM`"}
+"""Name of each contestant in the rows of the table."""
 SAME_NATS = 1e-3
 """Largest difference of two log-likelihoods in nats. Above this limit the two contestants do not
 score equal inputs."""
@@ -58,7 +60,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     demo = build_decoder(ModelSpec.preset("demo").replace(init_std=0.1)).eval()
     smollm2, tokenizer = load_smollm2()
     subjects = (
-        Subject("demo", demo, dataset.tokenizer(), items=30, rounds=4, batch_size=32),
+        Subject("demo model", demo, dataset.tokenizer(), items=30, rounds=4, batch_size=32),
         Subject("SmolLM2-135M", smollm2, tokenizer, items=6, rounds=3, batch_size=8),
     )
     return [each for subject in subjects for each in compare(subject)]
@@ -129,12 +131,13 @@ def judged(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[R
         for who in ("kit", "HFLM")
     }
     items, rows = subject.items * len(TASKS), []
-    for who, batch in {"kit": "", "HFLM": f"batch {subject.batch_size}"}.items():
+    for who, batch in {"kit": "", "HFLM": f"batch size {subject.batch_size}"}.items():
         rates = [items / seconds for seconds in whole[who]]
-        rows.append(median_row(f"{who}, {subject.name}", rates, "items/s", note=batch))
-    for label, taken in {**times, "all": whole}.items():
-        least = TARGET if label == "all" else None
-        name = f"kit / HFLM, {subject.name}, {label}"
+        name = f"scoring by {SCORERS[who]}, {subject.name}"
+        rows.append(median_row(name, rates, "items/s", note=batch))
+    for label, taken in {**times, "all tasks": whole}.items():
+        least = TARGET if label == "all tasks" else None
+        name = f"speed of the kit / speed of HFLM, {subject.name}, {label}"
         rows.append(ratio_row(name, taken["HFLM"], taken["kit"], at_least=least))
     return rows
 

@@ -131,7 +131,7 @@ def measure(
         site = datasheet_site(name)
         answers = take_each_alone(workplace, setup, rounds=rounds, steps=steps)
     else:
-        name, site = "one thread of a CPU: it says nothing of a GPU", None
+        name, site = "one thread of a CPU, so the rate says nothing about a GPU", None
         answers = take_answers(ENTRANTS, workplace, rounds=rounds, steps=steps, setup=setup)
     return judged(answers, product_rate(setup, name), site)
 
@@ -140,7 +140,7 @@ def product_rate(setup: Setup, device_name: str) -> Row:
     """Returns the row with the measured TFLOP/s of matrix products in the setup's precision."""
     rate = measure_peak(setup.precision, setup.device).value
     note = f"{device_name}; torch {torch.__version__}"
-    return row(f"matrix product, {setup.precision}", rate / 1e12, "TFLOP/s", note=note)
+    return row(f"rate of a matrix product, {setup.precision}", rate / 1e12, "TFLOP/s", note=note)
 
 
 def take_each_alone(
@@ -218,7 +218,7 @@ def judged(answers: Answers, product: Row, site: Site | None) -> list[Row]:
     flops = setup.batch_size * setup.spec.sequence_length * setup.spec.flops_per_token()
     rates = {name: flops / measured_step_s(each, clock) for name, each in answers.given.items()}
     if KIT in rates:
-        subject = f"MFU against this run's matrix product, {model}"
+        subject = f"MFU relative to the measured rate of a matrix product, {model}"
         rows.append(row(subject, rates[KIT] / (product.value * 1e12), "fraction"))
     if site is None:
         return rows
@@ -227,7 +227,7 @@ def judged(answers: Answers, product: Row, site: Site | None) -> list[Row]:
         if not has_gpu or peak is None:
             continue
         least = MFU_WANTED.get(model) if name == KIT else None
-        subject = f"MFU against the data sheet, {name}, {model}"
+        subject = f"MFU relative to the peak in the data sheet, {name}, {model}"
         rows.append(row(subject, rate / peak, "fraction", at_least=least))
     for name in RECOMPUTED:
         if name in answers.given:
@@ -305,7 +305,10 @@ def main() -> int:
         model, rounds, steps = DRY_RUN, 1, 1
         batch: dict[str, Any] = {"batch_size": MICRO_BATCHES, "micro_batches": MICRO_BATCHES}
         setup = Setup(spec=llama(DRY_RUN), **batch)
-        device_name, site = "dry run on a CPU: its numbers say nothing", Site.load("dgx-h100")
+        device_name, site = (
+            "dry run on a CPU, so the numbers say nothing about a GPU",
+            Site.load("dgx-h100"),
+        )
     elif torch.cuda.is_available():
         model, rounds = options.model, options.rounds
         setup, steps = models(True)[model]

@@ -105,13 +105,15 @@ def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
     """
     first, *others = seen = run_ranks(ranks, use, GROUPS, start=join_lazily)
     most = {key: max(rank[key] for rank in others) for key in first}
-    note = f"{ranks} ranks, {GROUPS} groups; rank 0, with the store: "
+    note = f"{ranks} ranks, {GROUPS} groups; rank 0, which hosts the store: "
     cpu_s = statistics.median(rank["cpu_s"] for rank in seen)
-    opened, spent = f"{note}{first['descriptors']}", f"median; {note}{first['cpu_s']:.2f} s"
-    to_join, in_all = "lazy: reads of the store to join", "lazy: reads of the store in all"
+    opened = f"largest value of a rank; {note}{first['descriptors']}"
+    spent = f"median over the ranks; {note}{first['cpu_s']:.2f} s"
+    reads = "reads of the rendezvous store by a rank"
+    to_join, in_all = f"{reads} before its first connection", f"{reads} in total"
     return [
-        row("lazy: descriptors of a rank", most["descriptors"], at_most=40, note=opened),
-        row(to_join, most["reads_to_join"], at_most=0, note="one group"),
-        row(in_all, most["reads"], note="groups in use"),
-        row("lazy: CPU of a rank", cpu_s, "s", note=spent),
+        row("file descriptors that a rank opens", most["descriptors"], at_most=40, note=opened),
+        row(to_join, most["reads_to_join"], at_most=0, note="only the world group exists"),
+        row(in_all, most["reads"], note=f"after each of the {GROUPS} groups was used once"),
+        row("CPU time of a rank", cpu_s, "s", note=spent),
     ]

@@ -37,6 +37,7 @@ LEAST_REPEATS, MOST_REPEATS, REPEATED_S = 2, 5, 0.5
 total reaches `REPEATED_S`."""
 RUN_STEPS = 20
 DOCUMENT_BYTES = 200
+METADATA_READ = "reading of the checkpoint's metadata by one rank at a resume"
 Costs = tuple[int, dict[str, float]]
 """Size of the work, and its CPU seconds by kind of work."""
 
@@ -53,7 +54,7 @@ def start(folder: Path, ranks: int, data: Path) -> Costs:
         global_batch_size=ranks,
     )
     spec = ModelSpec.preset("gpt-22b")
-    return ranks, {"start of one": cpu_s(lambda: view_rank(spec, plan, ranks - 1))}
+    return ranks, {"start of one rank": cpu_s(lambda: view_rank(spec, plan, ranks - 1))}
 
 
 def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
@@ -83,13 +84,13 @@ def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
         CheckpointTensors(checkpoints, checkpoints.describe(2), spec)
 
     first, later = planned["seconds"]
-    names = ("first save, of rank 0", "later saves, of rank 0", "resume, what a rank reads first")
+    names = "first save on rank 0", "later saves on rank 0", METADATA_READ
     return ranks, dict(zip(names, (first, later, cpu_s(opened)), strict=True))
 
 
 def steps(folder: Path, count: int, data: Path) -> Costs:
     """Measures the time to read the metrics of a run with `count` steps."""
-    return count, {"metrics read": cpu_s(scale.metrics(folder, count))}
+    return count, {"reading of the metrics": cpu_s(scale.metrics(folder, count))}
 
 
 def documents(folder: Path, count: int, data: Path) -> Costs:
@@ -108,7 +109,7 @@ def documents(folder: Path, count: int, data: Path) -> Costs:
     def build() -> None:
         build_dataset(next(folders), [folder / "text.jsonl"], **asked)
 
-    return count, {"built into a dataset": cpu_s(build)}
+    return count, {"build of a data set": cpu_s(build)}
 
 
 def order(folder: Path, count: int, data: Path) -> Costs:
@@ -120,21 +121,21 @@ def order(folder: Path, count: int, data: Path) -> Costs:
     def first_batch() -> None:
         training_samples(recipe, data_order.SEQUENCE_LENGTH).batch(0, data_order.SEQUENCES)
 
-    return count, {"first batch": cpu_s(first_batch)}
+    return count, {"first batch from a token file": cpu_s(first_batch)}
 
 
 def layouts(folder: Path, batch: int, data: Path) -> Costs:
     """Measures the planner's search for layouts. A larger batch has more possible layouts."""
     site, found = Site.load("dgx-h100"), []
     seconds = cpu_s(lambda: found.append(search(scale.TRILLION, site, 512, batch)))
-    return len(found[-1].layouts), {"searched": seconds}
+    return len(found[-1].layouts), {"search for layouts": seconds}
 
 
 def runs(folder: Path, count: int, data: Path) -> Costs:
     """Measures listing all runs below a folder, as `kit runs` does."""
     for number in range(count):
         recorded_run(folder / f"run-{number:05d}", steps=RUN_STEPS)
-    return count, {"listed": cpu_s(lambda: runs_table(folder))}
+    return count, {"list of runs": cpu_s(lambda: runs_table(folder))}
 
 
 def items(folder: Path, count: int, data: Path) -> Costs:
@@ -164,7 +165,7 @@ def items(folder: Path, count: int, data: Path) -> Costs:
     decoder = build_decoder(llama("tiny").replace(sequence_length=256)).eval()
     lm = decoder_lm(decoder, tokenizer, 256, Options(), "cpu")
     task = load_task("piqa", task_data=folder)
-    return count, {"scored": cpu_s(lambda: score_task(lm, task))}
+    return count, {"scoring of items": cpu_s(lambda: score_task(lm, task))}
 
 
 class Kind(NamedTuple):
@@ -197,7 +198,7 @@ def measure(
     asked = {name: kind.sizes for name, kind in KINDS.items()} | dict(sizes or {})
     found = alone(grown, workplace, asked, dataset.directory.resolve()).found
     return [
-        exponent_row(f"{KINDS[name].what}: {work}", {size: costs[work] for size, costs in points})
+        exponent_row(work, KINDS[name].what, {size: costs[work] for size, costs in points})
         for name, points in found.items()
         for work in points[0][1]
     ]
@@ -213,15 +214,17 @@ def grown(folder: Path, sizes: Mapping[str, Sequence[int]], data: Path) -> dict[
     return found
 
 
-def exponent_row(name: str, points: Mapping[int, float]) -> Row:
+def exponent_row(work: str, what: str, points: Mapping[int, float]) -> Row:
     """Returns a row with the least-squares slope of log time over log size. The note says "steeper
     than linear" for a slope above MOST.
+
+    `what` is the growing quantity. `points` maps its sizes to CPU seconds of the work.
     """
     slope = float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
     times = ", ".join(format_value(seconds, "") for seconds in points.values())
-    note = f"{times} s at {', '.join(f'{size:,}' for size in points)}"
+    note = f"CPU time {times} s at {', '.join(f'{size:,}' for size in points)} {what}"
     told = f"steeper than linear: {note}" if slope > MOST else note
-    return row(name, slope, at_most=MOST, note=told)
+    return row(f"{work}, by number of {what}", slope, at_most=MOST, note=told)
 
 
 def cpu_s(work: Callable[[], object]) -> float:

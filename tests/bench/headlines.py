@@ -22,7 +22,7 @@ DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
 """Documents with tables to update, relative to the current directory."""
 HEADLINES = {
     "evaluate": (
-        "kit / HFLM, SmolLM2-135M, all",
+        "speed of the kit / speed of HFLM, SmolLM2-135M, all tasks",
         "scoring SmolLM2-135M: items/s, divided by the items/s of lm-eval's Hugging Face class",
     ),
     "training_faults": (
@@ -40,7 +40,7 @@ HEADLINES = {
         " keeps it, too, trains the demo model as fast as the kit",
     ),
     "monitor": (
-        "kernel CPU at 4 Hz, of one core",
+        "CPU time of the Jupyter kernel at 4 steps/s, as a share of one core",
         "CPU time of the live dashboard at four updates a second, as a share of one core",
     ),
 }

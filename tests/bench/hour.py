@@ -15,7 +15,9 @@ import psutil
 from cluster.state import JobState
 from kit.show.results import Row, row
 from tests.bench.monitor import (
+    KERNEL_MEMORY,
     KIT,
+    NEW_STEP_DELAY,
     NOTE_DRAWS,
     kernel_process,
     latencies,
@@ -68,20 +70,23 @@ def measure(workplace: Path, seconds: float = HOUR_S, minute_s: float = MINUTE_S
         while len(stamps) < 4 * (seconds - minute_s):
             notebook.page.wait_for_timeout(1000)
         last = _minute(notebook, kernel, stamps, minute_s)
-    told = f"after {len(stamps):,} steps at 4 Hz"
+    told = f"after {len(stamps):,} new steps"
     limits: dict[str, tuple[str, str, float]] = {
-        "cpu_ms": ("kernel CPU a step", "ms", 1.25),
-        "late_ms": ("a new step on the screen, p50", "ms", 1.25),
-        "kernel_mb": ("memory of the kernel", "MB", 1.1),
-        "page_mb": ("memory of the page", "MB", 1.1),
+        "cpu_ms": ("CPU time of the Jupyter kernel per new step", "ms", 1.25),
+        "late_ms": (NEW_STEP_DELAY, "ms", 1.25),
+        "kernel_mb": (KERNEL_MEMORY, "MB", 1.1),
+        "page_mb": ("memory of the browser page", "MB", 1.1),
     }
     return [
         row(
-            f"{name}, last minute / first",
+            f"{name}, last minute / first minute",
             getattr(last, field) / getattr(first, field),
             "x",
             at_most=most,
-            note=f"{getattr(first, field):.3g} to {getattr(last, field):.3g} {unit}, {told}",
+            note=(
+                f"{getattr(first, field):.3g} {unit} in the first minute,"
+                f" {getattr(last, field):.3g} {unit} in the last minute, {told}"
+            ),
         )
         for field, (name, unit, most) in limits.items()
     ]

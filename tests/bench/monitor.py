@@ -27,6 +27,8 @@ from tests.support.recorded_runs import recorded_run, say
 
 STEPS = 1_000_000
 RATE_HZ, FOLLOWED_S, ZOOMS = 4.0, 15.0, 5
+NEW_STEP_DELAY = "median delay from a new step to its drawing"
+KERNEL_MEMORY = "resident memory of the Jupyter kernel"
 LINE = (
     '{{"step": {0}, "attempt": 1, "time": {1:.3f}, "step_time_s": {2:.4f}, "tokens": 4096, "loss":'
     ' {3:.5f}, "grad_norm": {4:.4f}, "learning_rate": {5:.3e}, "memory_bytes": 6442450944}}\n'
@@ -61,7 +63,7 @@ KIT = Contestant(
       const m = label?.match(/at step ([\\d,]+)/); return m ? +m[1].replaceAll(',', '') : null; }""",  # noqa: E501
     detail="() => document.querySelector('.kit-monitor').dataset.draws",
     surface=".kit-monitor .u-over",
-    saved="with its last picture",
+    saved="contains the last picture of the dashboard",
 )
 PLOTLY = Contestant(
     imports=(
@@ -72,7 +74,7 @@ PLOTLY = Contestant(
     last="() => document.querySelector('.js-plotly-plot')?._fullData?.[2]?.x?.at?.(-1) ?? null",
     detail="() => document.querySelector('.js-plotly-plot')._fullData[2].x[0]",
     surface=".js-plotly-plot .nsewdrag",
-    saved="without a picture",
+    saved="contains no picture",
 )
 FIRST_PAINT = """async ([cell, steps, last]) => {
   const app = window.jupyterapp, notebook = app.shell.currentWidget.content;
@@ -140,24 +142,26 @@ def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant
     resident = kernel.memory_info().rss
     page.wait_for_timeout(1500)
     late = latencies(stamps, notebook.evaluate("() => window.seen"))
-    p95 = f"p95 {1000 * late[int(0.95 * len(late))]:,.0f} ms, {len(late)} steps"
+    p95 = f"95th percentile {1000 * late[int(0.95 * len(late))]:,.0f} ms, {len(late)} steps"
     zooms = [_zoom(notebook, contestant, 40 + 12 * i) for i in range(ZOOMS)]
     notebook.save()
     saved = notebook.file.stat().st_size
     notebook.run_cell(2)
     state = int(notebook.output(2))
     notebook.context.close()
-    waited, fresh = statistics.median(late), "from running the cell until it is drawn"
+    waited, fresh = statistics.median(late), "measured from running the cell"
+    rate = f"{RATE_HZ:g} steps/s"
+    used_share = f"CPU time of the Jupyter kernel at {rate}, as a share of one core"
     return [
-        row("first picture", first, "s", at_most=0.5, note=fresh),
-        row("whole history", whole, "s", at_most=2.5),
-        row("a new step on the screen, p50 at 4 Hz", waited, "s", at_most=0.2, note=p95),
-        row("kernel CPU at 4 Hz, of one core", used / elapsed, "fraction", at_most=0.08),
-        row("memory of the kernel", resident / 1e6, "MB", at_most=400),
-        median_row("zoom answered", zooms, "s", at_most=0.1),
-        row("sent to the browser", received / elapsed / 1e3, "KB/s"),
-        row("saved notebook", saved / 1e3, "KB", at_most=200, note=contestant.saved),
-        row("its widget state, where that is saved too", state / 1e3, "KB"),
+        row("time to the first drawing", first, "s", at_most=0.5, note=fresh),
+        row("time to the drawing of all steps", whole, "s", at_most=2.5, note=fresh),
+        row(f"{NEW_STEP_DELAY} at {rate}", waited, "s", at_most=0.2, note=p95),
+        row(used_share, used / elapsed, "fraction", at_most=0.08),
+        row(KERNEL_MEMORY, resident / 1e6, "MB", at_most=400),
+        median_row("delay from a zoom to its drawing", zooms, "s", at_most=0.1),
+        row(f"data sent to the browser at {rate}", received / elapsed / 1e3, "KB/s"),
+        row("size of the saved notebook", saved / 1e3, "KB", at_most=200, note=contestant.saved),
+        row("size of the widget state, if the notebook saves it", state / 1e3, "KB"),
     ]
 
 
@@ -167,7 +171,8 @@ def side_by_side(kit: list[Row], plotly: list[Row]) -> list[Row]:
     """
     rows = []
     for ours, theirs in zip(kit, plotly, strict=True):
-        told = f"{theirs.value / ours.value:.1f} x; {theirs.note}".removesuffix("; ")
+        times = f"{theirs.value / ours.value:.1f} times the kit's value"
+        told = f"{times}; {theirs.note}".removesuffix("; ")
         rows += [ours, row(f"{ours.name}: plotly", theirs.value, ours.unit, note=told)]
     return rows
 
@@ -216,10 +221,11 @@ def _kernel_side(run: Run, steps: int) -> list[Row]:
     seconds = time.perf_counter() - start
     assert description["rows"] == steps, f"{description['rows']:,} of {steps:,} steps were read"
     size = f"{(run.directory / 'metrics.jsonl').stat().st_size / 1e6:,.0f} MB of JSON"
-    pixels = f"{description['n']:,} pixels, whatever the length"
+    pixels = f"curves of {description['n']:,} pixels, for any number of steps"
+    numbers = "size of the numbers that the browser gets for one view"
     return [
-        row(f"{steps:,} steps read and pictured", seconds, "s", note=size),
-        row("one window of numbers", len(window) / 1e3, "KB", note=pixels),
+        row(f"time to read {steps:,} steps and compute their curves", seconds, "s", note=size),
+        row(numbers, len(window) / 1e3, "KB", note=pixels),
     ]
 
 

@@ -56,10 +56,10 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         checkpoint_s += slowed_s
         share = (recording_s + checkpoint_s / CHECKPOINT_EVERY) / step_s
         note = (
-            f"{1e3 * recording_s:.1f} ms a step; a checkpoint costs {1e3 * checkpoint_s:.0f}"
-            f" ms every {CHECKPOINT_EVERY} steps of {step_s:.2f} s"
+            f"recording takes {1e3 * recording_s:.1f} ms per step of {step_s:.2f} s; a checkpoint"
+            f" takes {1e3 * checkpoint_s:.0f} ms every {CHECKPOINT_EVERY} steps"
         )
-        told = f"metrics and checkpoints, {name}"
+        told = f"recording and checkpoints, as a share of the step time, {name}"
         rows.append(row(told, share, "fraction", at_most=0.01, note=note))
     return rows
 
@@ -106,18 +106,21 @@ def measure_beside(
         raise RuntimeError("beside: every step took half a second. Measure on a quieter machine.")
     parts = {name: middle(name, others) for name in others[0]}
     whole = parts.pop("all")
-    parts["row and loop"] = whole - sum(parts.values())
-    told = ", ".join(f"{name} {ms:.3f}" for name, ms in parts.items() if ms >= 0.001)
+    parts["metrics row and rest of the loop"] = whole - sum(parts.values())
+    told = ", ".join(f"{name} {ms:.3f}" for name, ms in parts.items() if ms >= 0.001) + " ms"
     look = middle("all", asked) - whole
-    agreed = f"of that {middle('broadcast', asked):.3f} for all ranks to agree"
+    agreed = f"{middle('broadcast', asked):.3f} ms of it for the broadcast to all ranks"
     beat = middle("all", beats) - whole
-    files = f"its two files take another thread {middle(BEAT, beats):.3f}"
-    both = "beside the engine, a step of 0.5 s, all of it"
+    files = "difference of two medians, so it can be negative; another thread writes the two files"
+    files += f" of a heartbeat in {middle(BEAT, beats):.3f} ms"
+    outside = "work outside the engine"
+    both = f"{outside} in a step of 0.5 s, with requests and heartbeat"
+    summed = "sum of the first two rows and half of the third row"
     return [
-        row("beside the engine, each step", whole, "ms", at_most=0.3, note=told),
-        row("a look at requests, each half second", look, "ms", note=agreed),
-        row("a heartbeat, each second", beat, "ms", note=files),
-        row(both, whole + look + beat / 2, "ms", at_most=0.3),
+        row(f"{outside} in each step", whole, "ms", at_most=0.3, note=told),
+        row("additional time of a check for requests, every 0.5 s", look, "ms", note=agreed),
+        row("additional time of a heartbeat, every second", beat, "ms", note=files),
+        row(both, whole + look + beat / 2, "ms", at_most=0.3, note=summed),
     ]
 
 
@@ -155,7 +158,7 @@ def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[st
     watch(trainer.telemetry, "after_step", "telemetry")
     watch(trainer.bad_steps, "after_step", "recovery")
     watch(trainer.checkpoints, "poll", "recovery")
-    watch(trainer.heartbeat, "after_step", "steps remembered")
+    watch(trainer.heartbeat, "after_step", "step recorded for the heartbeat")
     # Another thread calls these two functions and competes with the steps for the interpreter.
     watch(heartbeat, "write_rank_heartbeat", BEAT)
     watch(heartbeat, "update_state", BEAT)

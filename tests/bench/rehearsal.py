@@ -54,16 +54,17 @@ def _compare(told: RehearsalReport, run: Run) -> list[Row]:
         "open files of rank 0",
         [len(os.listdir(f"/proc/{pid}/fd")) for pid in _ranks(run)],
     )
+    archives = "includes names of tensors and zip archives"
     return [
-        *_pair("a checkpoint", size / 1e6, written / 1e6, "MB", "names and zip archives included"),
-        *_pair(files, counts[files], max(listed), "", "the most of 8"),
+        *_pair("size of a checkpoint", size / 1e6, written / 1e6, "MB", archives),
+        *_pair(files, counts[files], max(listed), "", "largest number of the 8 ranks"),
     ]
 
 
 def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row]:
     return [
-        row(f"{what}, rehearsed", told, unit, note="for 8 ranks"),
-        row(f"{what}, seen", seen, unit, at_most=1.05 * told, note=note),
+        row(f"{what}, predicted by the rehearsal", told, unit, note="for 8 ranks"),
+        row(f"{what}, measured", seen, unit, at_most=1.05 * told, note=note),
     ]
 
 

@@ -41,10 +41,11 @@ def measure(workplace: Path, sizes: Mapping[str, int] | None = None) -> list[Row
         size = (sizes or {}).get(name, case.size)
         seconds, peak_bytes, _ = alone(_seconds, case.prepare, workplace / name, size)
         gb = peak_bytes / 1e9
-        note = f"{gb:.1f} GB at most in the process"
+        note = f"peak memory of the process {gb:.1f} GB"
         rows.append(row(case.name.format(size), seconds, "s", at_most=case.most_s, note=note))
         if case.most_gb:
-            peaks.append(row(f"peak memory, {name}", gb, "GB", at_most=case.most_gb))
+            peak = f"peak memory, {case.name.format(size)}"
+            peaks.append(row(peak, gb, "GB", at_most=case.most_gb))
     return rows + peaks
 
 
@@ -136,15 +137,24 @@ CASES = {
     "search": Case(
         planner,
         98_304,
-        "plans of a trillion parameters on {:,} devices: search, five explained",
+        "search for layouts of a 1T model on {:,} devices, with explanation of the best five",
         2.0,
     ),
-    "rank": Case(rank, 16_384, "one rank of {:,}: check of the plan, mesh, all its shards", 5.0),
-    "heartbeats": Case(heartbeats, 10_000, "heartbeats of {:,} ranks, read once", 1.0),
-    "monitor": Case(
-        monitor, 100_000, "monitor of {:,} ranks: one look, slow ranks, picture", 10.0, 1.0
+    "rank": Case(
+        rank,
+        16_384,
+        "start of one rank of {:,}: check of the plan, device mesh, all shards of the rank",
+        5.0,
     ),
-    "metrics": Case(metrics, 10_000_000, "metrics of {:,} steps, read with MFU", 60.0, 3.0),
+    "heartbeats": Case(heartbeats, 10_000, "reading the heartbeats of {:,} ranks once", 1.0),
+    "monitor": Case(
+        monitor,
+        100_000,
+        "one update of a dashboard of {:,} ranks, with search for slow ranks and drawing",
+        10.0,
+        1.0,
+    ),
+    "metrics": Case(metrics, 10_000_000, "reading the metrics of {:,} steps, with MFU", 60.0, 3.0),
 }
 
 

@@ -36,7 +36,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     rows.append(row("`import torch`, for comparison", _import_s("torch", repeats=3)[0], "s"))
     for name, plan in LAYOUTS.items():
         times = [first_step_s(workplace / f"{name}-{i}", plan, dataset) for i in range(REPEATS)]
-        rows.append(median_row(f"`kit launch` to first step, {name}", times, "s"))
+        rows.append(median_row(f"`kit launch` to the end of the first step, {name}", times, "s"))
     return rows
 
 
@@ -135,20 +135,22 @@ def measure_cold(
     if install:
         python = str(clone / ".venv/bin/python")
         make = ["make", "--silent", f"PYTHON={sys.executable}"]
-        phases["virtual environment"] = _timed([*make, ".venv/bin/python"], clone)
-        phases["packages"] = _timed([*make, ".venv/notebooks-installed"], clone)
+        phases["creation of the virtual environment"] = _timed([*make, ".venv/bin/python"], clone)
+        phases["installation of the packages"] = _timed([*make, ".venv/notebooks-installed"], clone)
     size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
-    phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)
+    build = [python, "-m", "kit", "data", "build", "data/demo", *size]
+    phases["build of the data set"] = _timed(build, clone)
     torch_s = _timed([python, "-c", "import torch"], clone)
     begun = time.perf_counter()
     told = _output([python, "-c", FIRST_STEP, "runs/first", "data/demo"], clone)
     first_s = float(told.split()[-1])
-    phases["Python of the launcher"] = max(0.0, time.perf_counter() - begun - first_s)
+    python_s = max(0.0, time.perf_counter() - begun - first_s)
+    phases["start of Python and imports in the process that launches"] = python_s
     whole, limit = sum(phases.values()) + first_s, 300.0 if install else None
-    first = f"of that `import torch` {torch_s:.1f} s"
+    first = f"a Python process that only imports torch takes {torch_s:.1f} s"
     return [
         *(row(name, spent, "s") for name, spent in phases.items()),
-        row("launch to first loss", first_s, "s", note=first),
+        row("launch to the first loss", first_s, "s", note=first),
         row("from `git clone` to the first loss", whole, "s", at_most=limit),
     ]
 

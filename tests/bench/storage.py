@@ -58,14 +58,17 @@ def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_
     size = found.pop("bytes") / 1e6
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
     rates = {name: size / seconds for name, seconds in middle.items()}
-    note, stall = f"{size:,.0f} MB, median of {REPEATS}", f"{rates['stall']:,.0f} MB/s"
-    cached = {"at_least": 500.0, "note": "files still in memory"}
+    note = f"{size:,.0f} MB, median of {REPEATS} saves"
+    stall = f"the tensors are copied at {rates['stall']:,.0f} MB/s"
+    cached = {"at_least": 500.0, "note": "the files are in the page cache"}
+    plain = "plain write of a file of equal size"
+    ratio = "time of a save / time of a plain write"
     return [
-        row("save, to the disk", rates["save"], "MB/s", note=note),
-        row("plain write of as many bytes", rates["plain"], "MB/s", note="one file, synchronised"),
-        ratio_row("save / plain write, in time", found["save"], found["plain"], at_most=1.5),
-        row("load into the engine", rates["load"], "MB/s", **cached),
-        row("stall of training by a save", 1e3 * middle["stall"], "ms", note=stall),
+        row("save of a checkpoint to the disk", rates["save"], "MB/s", note=note),
+        row(plain, rates["plain"], "MB/s", note="one file, with fsync"),
+        ratio_row(ratio, found["save"], found["plain"], at_most=1.5),
+        row("load of a checkpoint into the engine", rates["load"], "MB/s", **cached),
+        row("pause of training by a save", 1e3 * middle["stall"], "ms", note=stall),
     ]
 
 
@@ -140,12 +143,13 @@ def measure_planning(
     """
     found = alone(saves, workplace, stages, spec, plan).found
     first, later = found["seconds"]
-    note = f"{found['items']:,} tensors and parts to write, .metadata of"
+    note = f"{found['items']:,} tensors and parts of tensors to write, `.metadata` of"
     note += f" {found['files'][DESCRIPTION] / 1e6:.1f} MB"
+    kept = "the plan of the first save is used again"
     ranks = f"of {found['ranks']:,} ranks"
     return [
-        row(f"first save {ranks}", first, "s", at_most=15.0, note=note),
-        row(f"later saves {ranks}", later, "s", at_most=5.0, note="the plan is kept"),
+        row(f"CPU time of rank 0 in the first save {ranks}", first, "s", at_most=15.0, note=note),
+        row(f"CPU time of rank 0 in a later save {ranks}", later, "s", at_most=5.0, note=kept),
     ]
 
 

@@ -143,11 +143,11 @@ def test_growth_benchmark_gives_documented_rows(tiny_dataset, tmp_path: Path, fo
 
 
 def test_growth_steeper_than_linear_is_noted() -> None:
-    linear = growth.exponent_row("a", {10: 2.0, 100: 20.0, 1000: 200.0})
-    square = growth.exponent_row("b", {10: 0.01, 100: 1.0})
+    linear = growth.exponent_row("a", "ranks", {10: 2.0, 100: 20.0, 1000: 200.0})
+    square = growth.exponent_row("b", "ranks", {10: 0.01, 100: 1.0})
     assert (linear.value, linear.ok) == (pytest.approx(1), True) and "steeper" not in linear.note
     assert (square.value, square.ok) == (pytest.approx(2), False)
-    assert square.note == "steeper than linear: 0.0100, 1 s at 10, 100"
+    assert square.note == "steeper than linear: CPU time 0.0100, 1 s at 10, 100 ranks"
 
 
 def test_step_overhead_is_split_by_component(
@@ -242,13 +242,15 @@ def test_scoring_speed_is_compared_within_rounds(monkeypatch) -> None:
         task: {"kit": [1.0, 2.0, 4.0], "HFLM": [2.0, 6.0 + (task == "piqa") * 6, 4.0]}
         for task in evaluate.TASKS
     }
-    subject = evaluate.Subject("demo", None, None, items=10, rounds=3, batch_size=8)  # type: ignore[arg-type]
+    subject = evaluate.Subject("demo model", None, None, items=10, rounds=3, batch_size=8)  # type: ignore[arg-type]
     rows = {each.name: each for each in evaluate.judged(subject, found)}
     assert set(rows) == {name for name in documented("evaluate") if "SmolLM" not in name}
-    assert rows["kit / HFLM, demo, piqa"].value == 2 and rows["kit / HFLM, demo, piqa"].ok is None
-    whole = rows["kit / HFLM, demo, all"]
+    ratio = "speed of the kit / speed of HFLM, demo model"
+    assert rows[f"{ratio}, piqa"].value == 2 and rows[f"{ratio}, piqa"].ok is None
+    whole = rows[f"{ratio}, all tasks"]
     assert (whole.value, whole.ok, whole.note) == (2, True, "median of 3 rounds, 1 to 4")
-    assert (rows["kit, demo"].value, rows["HFLM, demo"].value) == (5, 2.5)
+    assert rows["scoring by the kit, demo model"].value == 5
+    assert rows["scoring by lm-eval's `HFLM`, demo model"].value == 2.5
     evaluate.check_same({"kit": [(1, [-1.0, -2.0])], "HFLM": [(1, [-1.0, -2.0005])]}, "piqa")
     with pytest.raises(RuntimeError, match="differs by 0.002 nats"):
         evaluate.check_same({"kit": [(1, [-1.0, -2.0])], "HFLM": [(1, [-1.0, -2.002])]}, "piqa")
@@ -281,7 +283,7 @@ def test_speeds_exclude_warm_up_and_other_losses(tmp_path: Path, monkeypatch) ->
     rows = assert_documented("engines", train_speed.measure_engines(tmp_path))
     assert rows["native engine, 1 thread"].value == 1000
     rows = assert_documented("optimizers", train_speed.measure_optimizers(tmp_path))
-    assert rows["Muon / AdamW, processor time of a step"].value == 1
+    assert rows["CPU time of a step with Muon / CPU time of a step with AdamW"].value == 1
     others = {"losses": {"plain loop": 9.9}, "step_s": {"Trainer": 3.0}, "absent": {"lost": "none"}}
     taken = answered({**train_speed.AS_USED, "lost": None}, **others)
     rows = train_speed.speeds(taken, "here", {"Trainer": 4.0, "plain loop": 1.0})
@@ -289,7 +291,7 @@ def test_speeds_exclude_warm_up_and_other_losses(tmp_path: Path, monkeypatch) ->
     assert rows["kit / Trainer, here"].value == 3 and rows["kit / Trainer, here"].ok is False
     assert rows["plain loop, here: losses differ from the kit's"].ok is False
     assert "kit / plain loop, here" not in rows
-    assert rows["not measured, here"].note == "lost: none"
+    assert rows["programs that were not measured, here"].note == "lost: none"
 
 
 def test_contestant_beyond_time_limit_is_named(tmp_path: Path) -> None:
@@ -309,9 +311,10 @@ def test_gpu_benchmark_without_gpu_runs_tiny_model(tmp_path: Path, monkeypatch) 
     assert {f"kit / {name}, tiny" for name in present - gpu.RECOMPUTED.keys()} < set(rows), (
         "same losses"
     )
-    assert ("not measured, tiny" in rows) is bool(absent)
-    assert all("torchtitan: not installed" in rows["not measured, tiny"].note for _ in absent)
-    assert "says nothing of a GPU" in rows["matrix product, fp32"].note
+    assert ("programs that were not measured, tiny" in rows) is bool(absent)
+    for name in absent:
+        assert f"{name}: not installed" in rows["programs that were not measured, tiny"].note
+    assert "says nothing about a GPU" in rows["rate of a matrix product, fp32"].note
     assert all(row.ok is None for row in rows.values()), "a tiny model meets no target"
 
 
@@ -391,13 +394,13 @@ def test_gpu_benchmark_keeps_results_after_a_failure(tmp_path: Path, monkeypatch
     assert "kit: kit did not train llama-1b: out of memory" in printed
     assert "torchtitan: 1 s per step" in printed
     rows = {row.name: row for row in gpu.judged(taken, PRODUCT, gpu.datasheet_site("H200"))}
-    assert "MFU against the data sheet, torchtitan, llama-1b" in rows
+    assert "MFU relative to the peak in the data sheet, torchtitan, llama-1b" in rows
     assert not any(each.target for each in rows.values() if "memory" not in each.name), rows
-    note = rows["not measured, llama-1b"].note
+    note = rows["programs that were not measured, llama-1b"].note
     assert "out of memory" in note and "Trainer: not installed: accelerate" in note
 
 
-PRODUCT = row("matrix product, bf16", 700, "TFLOP/s")
+PRODUCT = row("rate of a matrix product, bf16", 700, "TFLOP/s")
 
 
 def test_gpu_rows_are_judged_by_data_sheet() -> None:
@@ -410,9 +413,9 @@ def test_gpu_rows_are_judged_by_data_sheet() -> None:
     step_s = {gpu.KIT: unit, gpu.SELECTIVE: 1.1 * unit, gpu.PLAIN: 0.9 * unit}
     taken = answered(gpu.ENTRANTS, setup=setup, step_s=step_s)
     rows = {each.name: each for each in gpu.judged(taken, PRODUCT, site)}
-    sheet = rows["MFU against the data sheet, kit, gpt-1.4b"]
+    sheet = rows["MFU relative to the peak in the data sheet, kit, gpt-1.4b"]
     assert sheet.value == pytest.approx(0.6, rel=1e-3) and sheet.ok
-    rival = rows["MFU against the data sheet, plain compiled loop, gpt-1.4b"]
+    rival = rows["MFU relative to the peak in the data sheet, plain compiled loop, gpt-1.4b"]
     assert rival.value == pytest.approx(0.6 / 0.9, rel=1e-3) and rival.ok is None
     assert rows["kit / plain compiled loop, gpt-1.4b"].ok is False, (
         "a faster rival is told as it is"
@@ -428,7 +431,7 @@ def test_gpu_rows_are_judged_by_data_sheet() -> None:
 def test_cpu_rows_match_documented_tables() -> None:
     for name, (setup, _) in gpu.models(False).items():
         taken = answered(gpu.ENTRANTS, setup=setup, absent={"torchtitan": "none"})
-        rows = gpu.judged(taken, row("matrix product, fp32", 0.1, "TFLOP/s"), None)
+        rows = gpu.judged(taken, row("rate of a matrix product, fp32", 0.1, "TFLOP/s"), None)
         if name != "tiny":
             assert_documented(f"compiled_{name.replace('-', '_')}", rows)
 
@@ -455,4 +458,4 @@ def test_kit_row_has_target_and_plotly_row_has_ratio() -> None:
     ours, theirs = row("zoom", 0.15, "s", at_most=0.2), row("zoom", 0.45, "s", note="p95")
     own, other = monitor.side_by_side([ours], [theirs])
     assert own == ours and (other.name, other.ok) == ("zoom: plotly", None)
-    assert other.note == "3.0 x; p95"
+    assert other.note == "3.0 times the kit's value; p95"

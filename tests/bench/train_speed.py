@@ -55,8 +55,8 @@ AS_USED = {
 a setting of the allocator."""
 
 SAME_ALLOCATOR = {
-    "Trainer, kit's allocator setting": Entrant("transformers", packages=TRAINER),
-    "plain loop, kit's allocator setting": Entrant("plain"),
+    "Trainer with the kit's allocator setting": Entrant("transformers", packages=TRAINER),
+    "plain loop with the kit's allocator setting": Entrant("plain"),
 }
 ENGINES = {
     "native engine": Entrant("kit"),
@@ -110,8 +110,10 @@ class Answers:
         """Returns a list with one row that names the contestants without measurements. The list is
         empty if there are none.
         """
+        if not self.absent:
+            return []
         note = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
-        return [row(f"not measured, {where}", len(self.absent), note=note)] if note else []
+        return [row(f"programs that were not measured, {where}", len(self.absent), note=note)]
 
 
 def measure(workplace: Path) -> list[Row]:
@@ -168,7 +170,8 @@ def measure_engines(workplace: Path) -> list[Row]:
     for name, seconds in times.items():
         rows.append(median_row(f"{name}, 1 thread", [1000 * each for each in seconds], "ms"))
         if name in others and name not in unlike:
-            ratios.append(ratio_row(f"{name} / {native}, step time", seconds, times[native]))
+            ratio = f"step time of {name} / step time of {native}"
+            ratios.append(ratio_row(ratio, seconds, times[native]))
     return [*rows, *ratios, *unlike.values(), *answers.missing("1 thread")]
 
 
@@ -178,12 +181,18 @@ def measure_optimizers(workplace: Path) -> list[Row]:
     """
     times = take_answers(OPTIMIZERS, workplace, rounds=ROUNDS // 2).times("step_cpu_s")
     rows = [
-        median_row(f"{name}, 1 thread", [1000 * each for each in seconds], "ms")
+        median_row(
+            f"CPU time of a step with {name}, 1 thread", [1000 * each for each in seconds], "ms"
+        )
         for name, seconds in times.items()
     ]
     return [
         *rows,
-        ratio_row("Muon / AdamW, processor time of a step", times["Muon"], times["AdamW"]),
+        ratio_row(
+            "CPU time of a step with Muon / CPU time of a step with AdamW",
+            times["Muon"],
+            times["AdamW"],
+        ),
     ]
 
 

@@ -33,7 +33,7 @@ def measure(workplace: Path, dataset: Dataset, *, repeats: int = REPEATS) -> lis
     for name, plan in LAYOUTS.items():
         run = trained(workplace / name, plan, dataset, num_steps=1, checkpoint_every=None)
         times = [resumed_s(run.directory, 2 + i) for i in range(repeats)]
-        rows.append(median_row(f"`kit resume` to the next step, {name}", times, "s"))
+        rows.append(median_row(f"`kit resume` to the end of the next step, {name}", times, "s"))
     run = launched(workplace / "asked", ONE, dataset, num_steps=10**6, checkpoint_every=None)
     try:
         at_step(run, 2)
@@ -45,14 +45,15 @@ def measure(workplace: Path, dataset: Dataset, *, repeats: int = REPEATS) -> lis
         stop_s = time.time() - start
     finally:
         run.job.cancel()
-    step = f"of steps of {step_s:.2f} s the one at work is waited for"
+    step = f"the save waits for the end of the running step, and a step takes {step_s:.2f} s"
     picture_s, cell_s, cell = first_picture_s(workplace / "reader", dataset)
+    shown = f"shown by the cell `{cell}`"
     return [
         *rows,
-        median_row("`kit checkpoint` to a saved checkpoint, 1 process", times, "s", note=step),
+        median_row("`kit checkpoint` to the complete checkpoint, 1 process", times, "s", note=step),
         row("`kit stop` to the end of the job, 1 process", stop_s, "s", note=stopped.reason),
-        row("notebook 00, from opening it to the first picture", picture_s, "s", note=f"of {cell}"),
-        row("notebook 00, until the cell with that picture is done", cell_s, "s"),
+        row("opening of notebook 00 to its first picture", picture_s, "s", note=shown),
+        row("opening of notebook 00 to the end of the cell with its first picture", cell_s, "s"),
     ]
 
 
