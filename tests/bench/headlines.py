@@ -30,7 +30,7 @@ HEADLINES = {
         "steps trained again after a kill of ranks, although a complete checkpoint contained them",
     ),
     "validate": (
-        "never met, 0 runs: coverage of the 90 % interval",
+        "new machine, 0 of its runs fitted: coverage of the 90 % interval",
         "step times inside the planner's 90 % interval, for machines without a run in the fit",
     ),
     "train_speed": (
@@ -46,9 +46,9 @@ HEADLINES = {
 }
 """Maps the name of a results file to (name of a row in the file, title of the row on the first
 page)."""
-ERROR = "published runs, their own group held out: median error"
-STRANGER = "never met, 0 runs: mean error"
-SEARCH = "Search: 1T on 3,072 devices, whole space"
+ERROR = "all published runs, group left out: median error"
+STRANGER = "new machine, 0 of its runs fitted: mean error"
+SEARCH = "Search: all layouts of a 1T model on 3,072 devices"
 
 
 def write_headlines(directory: Path = RESULTS) -> bool:

@@ -205,13 +205,13 @@ def validate(
 
 
 LIMITS = {
-    "Selene": ("Selene, each row held out", 0.035),
-    "KAIST multi-node": ("vTrain multi-node, model size held out", 0.07),
-    "KAIST single node": ("vTrain single node, hidden size held out", 0.15),
-    "Aleph Alpha": ("Aleph Alpha, model size held out", 0.065),
-    "Jean Zay": ("BLOOM, shape held out", 0.06),
-    "MI250X": ("MI250X, each row held out", 0.07),
-    "trn1": ("trn1, layout held out", 0.15),
+    "Selene": ("Selene, each run left out", 0.035),
+    "KAIST multi-node": ("KAIST multi-node (vTrain), model size left out", 0.07),
+    "KAIST single node": ("KAIST single node (vTrain), hidden size left out", 0.15),
+    "Aleph Alpha": ("Aleph Alpha, model size left out", 0.065),
+    "Jean Zay": ("Jean Zay (BLOOM), shape left out", 0.06),
+    "MI250X": ("MI250X (Frontier, LUMI), each run left out", 0.07),
+    "trn1": ("trn1, layout left out", 0.15),
 }
 """Maps the name of a machine to (title of its row in the table, highest allowed mean error as a
 fraction)."""
@@ -245,16 +245,17 @@ def _predict_all_left_out_runs() -> list[tuple[MeasuredMachine, Array, Array]]:
 
 
 def _rows_of_machine(machine: MeasuredMachine, error: Array, half: Array) -> list[Row]:
-    title, limit = LIMITS.get(machine.name, (f"{machine.name}, shape held out", None))
+    without_limit = (f"{machine.name} (Megatron-Bridge), shape left out", None)
+    title, limit = LIMITS.get(machine.name, without_limit)
     off = np.abs(error)
-    numbers = f"{len(NAMES)} numbers fitted, each with a prior from the other machines"
+    numbers = f"{len(NAMES)} coefficients fitted, each with a prior from the other machines"
     if machine.name == "Selene":
-        numbers = f"{len(SELENE_FITTED)} number fitted ({', '.join(SELENE_FITTED)})"
+        numbers = f"{len(SELENE_FITTED)} coefficient fitted (`{', '.join(SELENE_FITTED)}`)"
     elif machine.name == "MI250X":
         numbers += f", and {len({run.stack for run in machine.runs})} factors of software stacks"
     note = (
-        f"{len(off)} rows{derived_note(machine.runs)}, {len(set(machine.groups))} groups; median"
-        f" {np.median(off):.1%}, worst {off.max():.0%}; {numbers}"
+        f"{len(off)} runs{derived_note(machine.runs)}, {len(set(machine.groups))} groups; median"
+        f" error {np.median(off):.1%}, worst {off.max():.0%}; {numbers}"
     )
     rows = [row(f"{title}: mean error", float(off.mean()), "fraction", at_most=limit, note=note)]
     if machine.name == "Selene":
@@ -265,16 +266,16 @@ def _rows_of_machine(machine: MeasuredMachine, error: Array, half: Array) -> lis
         paper = [i for i, run in enumerate(machine.runs) if run.source.startswith("Dash")]
         inside = [abs(np.log1p(error[i])) <= half[i] for i in paper]
         text = ", ".join(
-            f"{machine.runs[i].spec.name} on {machine.runs[i].num_devices} {error[i]:+.0%}"
+            f"{error[i]:+.0%} for {machine.runs[i].spec.name} on {machine.runs[i].num_devices} GCDs"
             for i in paper
         )
         rows.append(
             row(
-                "Frontier paper's rows inside the interval",
+                "MI250X, runs of the Frontier paper: coverage of the 90 % interval",
                 float(np.mean(inside)),
                 "fraction",
                 at_least=1.0,
-                note=text,
+                note=f"error {text}",
             )
         )
     return rows
@@ -322,16 +323,17 @@ def torch_rows() -> list[Row]:
         error, half = predict_left_out_runs(machine, prior)
         off = np.abs(error)
         note = (
-            f"{len(error)} rows, {len(set(machine.groups))} groups; median {np.median(off):.1%},"
-            f" worst {off.max():.0%}; prior of the torch factor from other code bases"
+            f"{len(error)} runs, {len(set(machine.groups))} groups; median error"
+            f" {np.median(off):.1%}, worst {off.max():.0%}; the prior of the factor for plain torch"
+            " code comes from other code bases"
         )
-        title = f"KempnerForge (FSDP2, DTensor), {name} held out"
+        title = f"KempnerForge (FSDP2, DTensor), {name} left out"
         bias = float(error.mean())
         inside = float(np.mean(np.abs(np.log1p(error)) <= half))
         rows += [
             row(f"{title}: mean error", float(off.mean()), "fraction", at_most=0.08, note=note),
-            row(f"{title}: size of the bias", abs(bias), "fraction", at_most=0.03),
-            row(f"{title}: 90 % interval holds", inside, "fraction", at_least=0.85),
+            row(f"{title}: absolute value of the bias", abs(bias), "fraction", at_most=0.03),
+            row(f"{title}: coverage of the 90 % interval", inside, "fraction", at_least=0.85),
         ]
     return [*rows, *_rows_of_left_out_stacks(stacks)]
 
@@ -346,12 +348,13 @@ def _rows_of_left_out_stacks(stacks: dict[str, tuple[PublishedRun, ...]]) -> lis
         errors[stack] = error
         covered[stack] = float(inside.mean())
     means = [float(np.abs(error).mean()) for error in errors.values()]
-    title = "plain torch code, no run of its machine or stack"
-    biases = ", ".join(f"{name} {error.mean():+.0%}" for name, error in errors.items())
+    title = "plain torch code, software stack left out"
+    biases = "; ".join(f"{error.mean():+.0%} for {name}" for name, error in errors.items())
+    note = f"predicted by the prior alone; bias {biases}"
     held = float(np.mean([*covered.values()]))
     return [
-        row(f"{title}: mean error", float(np.mean(means)), "fraction", note=f"bias: {biases}"),
-        row(f"{title}: 90 % interval holds", held, "fraction", at_least=0.85),
+        row(f"{title}: mean error", float(np.mean(means)), "fraction", note=note),
+        row(f"{title}: coverage of the 90 % interval", held, "fraction", at_least=0.85),
     ]
 
 
@@ -365,5 +368,5 @@ def _row_of_all(errors: list[Array]) -> Row:
         " mean error on the runs of one machine is"
         f" {100 * min(means):.0f} to {100 * max(means):.0f} %"
     )
-    name = "published runs, their own group held out: median error"
+    name = "all published runs, group left out: median error"
     return row(name, float(np.median(runs)), "fraction", note=note)

@@ -72,7 +72,9 @@ def validate_rows(
         table.append(
             row(f"{system}: mean error", float(np.abs(error).mean()), "fraction", note=note)
         )
-        table.append(row(f"{system}: 90 % interval holds", float(covered.mean()), "fraction"))
+        table.append(
+            row(f"{system}: coverage of the 90 % interval", float(covered.mean()), "fraction")
+        )
     if errors:
         off = np.abs(np.concatenate(errors))
         covered = np.concatenate(inside)
@@ -81,7 +83,9 @@ def validate_rows(
         )
         table.append(row("all rows: median error", float(np.median(off)), "fraction"))
         table.append(row("all rows: worst error", float(off.max()), "fraction"))
-        table.append(row("all rows: 90 % interval holds", float(covered.mean()), "fraction"))
+        table.append(
+            row("all rows: coverage of the 90 % interval", float(covered.mean()), "fraction")
+        )
     table += memory_error_rows([run for run in runs if run.memory_bytes])
     table.append(row("rows refused", len(refused), note=_reasons(refused)))
     table.append(row("rows left out", len(left_out), note=_reasons(left_out)))
@@ -208,8 +212,8 @@ def memory_error_rows(runs: Sequence[PublishedRun]) -> list[Row]:
     shape = np.array([f"{run.spec.num_layers} x {run.spec.hidden_size}" for run in runs])
     if len(runs) - max(Counter(shape.tolist()).values()) < MIN_MEMORY_RUNS:
         error = np.abs(shipped / measured - 1)
-        note = f"worst {error.max():.0%}; too few to fit with a shape left out"
-        name = f"Memory: readings, nothing fitted ({len(runs)})"
+        note = f"worst {error.max():.0%}; too few runs for a fit with a model shape left out"
+        name = f"Memory: {len(runs)} measured runs, nothing fitted, mean error"
         return [row(name, float(error.mean()), "fraction", note=note)]
 
     def used(train: Array) -> Array:
@@ -221,13 +225,17 @@ def memory_error_rows(runs: Sequence[PublishedRun]) -> list[Row]:
     error = np.abs(without_group(shape, used) / measured - 1)
     everywhere = float(np.mean(np.abs(used(np.ones(len(runs), bool)) / measured - 1)))
     median, most = np.quantile(error, (0.5, 0.9))
-    note = f"median {median:.1%}, 90 % within {most:.1%}, worst {error.max():.0%}; 2 numbers fitted"
-    name = f"Memory: readings, a shape held out ({len(runs)})"
+    note = (
+        f"median error {median:.1%}, 90 % of the errors up to {most:.1%}, worst {error.max():.0%};"
+        " 2 numbers fitted"
+    )
+    subject = f"Memory: {len(runs)} measured runs"
+    left_out = f"{subject}, model shape left out, mean error"
+    no_shape = f"{subject}, no shape left out, mean error"
+    remains = "error that remains if the 2 numbers are fitted to all of these runs"
     return [
-        row(name, float(error.mean()), "fraction", at_most=0.05, note=note),
-        row(
-            "Memory: readings, fitted on all", everywhere, "fraction", note="floor of the 2 numbers"
-        ),
+        row(left_out, float(error.mean()), "fraction", at_most=0.05, note=note),
+        row(no_shape, everywhere, "fraction", note=remains),
     ]
 
 

@@ -38,6 +38,8 @@ ALEPH_ALPHA = Kernels(
 and `score_bytes` follow from its out-of-memory labels."""
 
 MIB, GIB = 2.0**20, 2.0**30
+MISSED = "out-of-memory runs that were predicted to fit"
+FALSE_ALARMS = "runs that fitted, but were predicted to run out of memory"
 A100_BYTES = 80 * GIB
 
 # Standard deviation, on the log scale, of the prior of each fitted number around its start.
@@ -83,13 +85,16 @@ def labels(runs: Sequence[PublishedRun]) -> list[Row]:
         return memory(layouts, kernels=kernels, reserve=reserve).used_bytes > A100_BYTES
 
     held_out, count = without_group(size, predicted) > 0, len(runs)
-    whole = f"Out of memory, a model size held out ({count})"
+    whole = f"Out of memory ({count} runs), model size left out"
     sizes = {name: float((out == held_out)[size == name].mean()) for name in sorted(set(size))}
-    as_shipped = f"Out of memory, numbers as shipped ({count})"
+    as_shipped = f"Out of memory ({count} runs), numbers of the kit"
     return [
         *_accuracy(whole, out, held_out, "5 numbers fitted"),
-        *(row(f"Out of memory, {name} held out", x, "fraction") for name, x in sizes.items()),
-        *_accuracy(as_shipped, out, shipped, "nothing fitted here"),
+        *(
+            row(f"Out of memory, {name} left out: accuracy", right, "fraction")
+            for name, right in sizes.items()
+        ),
+        *_accuracy(as_shipped, out, shipped, "nothing fitted"),
     ]
 
 
@@ -139,7 +144,7 @@ def fit_out_of_memory(
     return model(minimise(loss, start))
 
 
-COMPLETED = "two terms were added after this log was read"
+COMPLETED = "two terms of the formula were added after this log had been read"
 
 
 def allocator_logs() -> list[Row]:
@@ -158,16 +163,17 @@ def allocator_logs() -> list[Row]:
     ends = [0, 1, -1]
 
     def stages(error: Array) -> tuple[float, float, str]:
-        places = f"{_signed(error[ends])} on first, second, last"
+        places = f"errors of {_signed(error[ends])} on the first, second and last stage"
         return float(np.abs(error).max()), 0.02, f"{places}; {COMPLETED}"
 
-    lumi = f"{_line(replicas, modelled)}; measured {_line(replicas, measured)}"
-    each = f"{step:.1f} MiB; measured {logged_step:.0f}; {COMPLETED}"
+    lumi = f"modelled {_line(replicas, modelled)}, measured {_line(replicas, measured)}"
+    each = f"modelled {step:.1f} MiB, measured {logged_step:.0f} MiB; {COMPLETED}"
+    step_name = "Frontier 175B, decrease of memory from one stage to the next, error"
     rows = {
-        "LUMI 176B, five replica counts, worst error": (worst, 0.03, lumi),
-        "Frontier 175B, MiB from stage to stage, error": (abs(step / logged_step - 1), 0.03, each),
-        "Frontier 175B, 16 stages after a skipped step, worst error": stages(after_error),
-        "Frontier 175B, 16 stages at their peak, worst error": stages(peak_error),
+        "LUMI 176B with five numbers of replicas (DP), worst error": (worst, 0.03, lumi),
+        step_name: (abs(step / logged_step - 1), 0.03, each),
+        "Frontier 175B, memory of 16 stages after a skipped step, worst error": stages(after_error),
+        "Frontier 175B, peak memory of 16 stages, worst error": stages(peak_error),
     }
     return [
         row(f"Memory: {name}", error, "fraction", at_most=most, note=f"{note}; nothing fitted")
@@ -212,14 +218,15 @@ def korthikanti() -> list[Row]:
         held = (stage.activations + stage.embedding_logits)[0]
         state.append(stage.state_bytes.mean() / GIB / gib_state - 1)
         activations.append(held / GIB / gib_activations - 1)
-    under_way = "; messages under way are counted here, not there"
+    models = ", ".join(name for name, *_ in KORTHIKANTI)
+    under_way = "; the model also counts messages in transfer between stages, the figure does not"
     return [
         row(
-            f"Memory: Korthikanti figure 1, {what}, mean error",
+            f"Memory: figure 1 of Korthikanti et al., {what}, mean error",
             float(np.mean(np.abs(errors))),
             "fraction",
             at_most=0.05,
-            note=_signed(errors) + more,
+            note=f"errors of {_signed(errors)} for {models}{more}",
         )
         for what, errors, more in (
             ("weights and optimizer", state, ""),
@@ -245,8 +252,11 @@ def counted_steps() -> list[Row]:
     for engine in ("native", "deepspeed"):
         error = np.array([_counted_error(engine, row) for row in rows if row["engine"] == engine])
         median, most = np.quantile(error, (0.5, 0.9))
-        note = f"90 % within {most:.1%}, worst {error.max():.0%}; nothing fitted"
-        name = f"Memory: {engine} engine, steps as counted ({len(error)}), median error"
+        note = (
+            f"peaks of live bytes counted on CPUs; 90 % of the errors up to {most:.1%}, worst"
+            f" {error.max():.0%}; nothing fitted"
+        )
+        name = f"Memory: {engine} engine, peak of {len(error)} training steps, median error"
         table.append(row(name, float(median), "fraction", at_most=0.02, note=note))
     return table
 
@@ -277,8 +287,8 @@ def _accuracy(name: str, out: Array, predicted: Array, note: str) -> list[Row]:
     right = float((out == predicted).mean())
     return [
         row(f"{name}: accuracy", right, "fraction", at_least=0.94, note=note),
-        row(f"{name}: missed", missed, note=f"of {int(out.sum())} that ran out"),
-        row(f"{name}: false alarms", false, note=f"of {int((~out).sum())} that ran"),
+        row(f"{name}: {MISSED}", missed, note=f"of {int(out.sum())} runs that ran out of memory"),
+        row(f"{name}: {FALSE_ALARMS}", false, note=f"of {int((~out).sum())} runs that fitted"),
     ]
 
 

@@ -344,14 +344,18 @@ def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
     every = never_met(strangers)
     for count in COUNTS:
         met = [each for each in every if each.num_runs == count]
-        name = f"never met, {count} runs"
+        name = f"new machine, {count} of its runs fitted"
         held, width = _held_and_width(met, [each.half for each in met])
         instead, other = _held_and_width(met, [each.conformal for each in met])
-        wide = f"interval: prediction divided and multiplied by {np.exp(width):.2f}"
+        factor = f"{np.exp(width):.2f}"
+        wide = f"median interval from 1/{factor} to {factor} times the prediction"
         errors = {each.name: each.error for each in met}
         inside = {each.name: each.held(each.half) for each in met}
-        apart = f"its machine and code base left out: {_list(errors)}"
-        by_conformal = f"{wide}; conformal instead {np.exp(other):.2f}, {instead:.0%} held"
+        apart = f"mean over {len(met)} machines, each left out with its code base: {_list(errors)}"
+        by_conformal = (
+            f"{wide}; conformal prediction gives a factor of {np.exp(other):.2f} with a coverage of"
+            f" {instead:.0%}"
+        )
         half = f"{name}: median half-width of the interval"
         rows += [
             row(f"{name}: mean error", float(np.mean([*errors.values()])), "fraction", note=apart),
@@ -361,7 +365,7 @@ def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
                 unit="fraction",
                 target="85 to 95 %",
                 ok=0.85 <= held <= 0.95,
-                note=f"{wide}: {_list(inside)}",
+                note=f"{wide}. Coverage by machine: {_list(inside)}",
             ),
             row(half, float(np.expm1(width)), "fraction", note=by_conformal),
         ]
@@ -396,11 +400,13 @@ def _proposed(strangers: Strangers) -> list[Row]:
         random = np.array([_error(one.rows, prior, chosen) for chosen in drawn])
         ratio[one.name], wins[one.name] = float(mine / random.mean()), float(np.mean(random > mine))
     error, won = (float(np.mean([*each.values()])) for each in (ratio, wins))
-    than = {"at_most": 1.0, "note": _list(ratio)}
-    better = {"at_least": 0.5, "note": f"{DRAWS} draws each: {_list(wins)}"}
+    than = {"at_most": 1.0, "note": f"by machine: {_list(ratio)}"}
+    better = {"at_least": 0.5, "note": f"{DRAWS} random choices per machine: {_list(wins)}"}
+    ratio_name = "fit to five proposed runs: error / mean error of fits to five random runs"
+    share_name = "fit to five proposed runs: share of fits to random runs with a larger error"
     return [
-        row("five proposed runs: error over that of five random", error, "fraction", **than),
-        row("five proposed runs: better than random draws", won, "fraction", **better),
+        row(ratio_name, error, "fraction", **than),
+        row(share_name, won, "fraction", **better),
     ]
 
 
