@@ -119,7 +119,8 @@ def test_ranks_restart_after_one_is_killed(sandbox, site, tmp_path):
     at_step(job, 20)
     start = kill(rank_process(job, 2))
     resumed, reason = event(job, "running", start), event(job, "requeued", start).reason
-    measured("rank killed: running again", resumed.time - start, at_most=30, note=reason)
+    what = "a rank is killed: time until the job runs again"
+    measured(what, resumed.time - start, at_most=30, note=reason)
     job.stop()
     assert job.wait(120).state is JobState.DONE and last_attempt(job.run_dir) == 2
     assert "rank 2 on node3 was killed by SIGKILL" in reason
@@ -130,7 +131,8 @@ def test_repeated_crashes_without_a_step_end_the_job(sandbox, site, tmp_path):
     spec = job_spec(tmp_path / "crash", sys.executable, "-c", code, num_processes=1)
     start = time.time()
     status = submit(spec, site).wait(120)
-    took("rank that always crashes: given up", start, at_most=60, note=status.reason)
+    what = "a rank crashes at every start: time until the job fails"
+    took(what, start, at_most=60, note=status.reason)
     found = (status.state, status.exit_code, status.attempt)
     assert found == (JobState.FAILED, 137, 3)
     assert "given up after 3 starts without a new step" in status.reason
@@ -154,6 +156,8 @@ def frozen(nodes, node):
 
 
 WAYS = ("switched off", "cut off", "frozen")
+WITHOUT_NODE = "time until the first step without the node"
+"""End of the names of result rows."""
 
 
 @pytest.fixture
@@ -237,8 +241,9 @@ def test_lost_node_is_excluded_from_the_next_job(nodes, lose, hanging_job, is_fu
     assert requeued.lost_node == "node2" and "node2 no longer answers" in requeued.reason
     resumed = event(job, "running", requeued.time)
     what = f"node {how}, hung_after_s {limit_s:g}"
-    measured(f"{what}: noticed", requeued.time - start, note=requeued.reason)
-    measured(f"{what}: first step without it", resumed.time - start, at_most=limit_s + 80)
+    noticed = f"{what}: time until the failure is noticed"
+    measured(noticed, requeued.time - start, note=requeued.reason)
+    measured(f"{what}: {WITHOUT_NODE}", resumed.time - start, at_most=limit_s + 80)
     assert scheduler_job(job).id != number and "node2" not in nodes_of(nodes, job)
     assert nodes.node_states()["node2"].startswith("comp"), "Slurm still waits for it"
     # While the old job still runs, Slurm may give the lost node to the new job too. The new job
@@ -256,7 +261,7 @@ def test_node_lost_before_first_start_is_excluded(nodes, hanging_job):
     assert requeued.lost_node == "node2" and "node2 no longer answers" in requeued.reason
     # The event may have a later step: on a busy machine several steps precede the first heartbeat.
     event(job, "running", requeued.time)
-    took("node lost before the start: first step without it", start, note=requeued.reason)
+    took(f"node lost before the start: {WITHOUT_NODE}", start, note=requeued.reason)
     assert first_step(job) == 1 and "node2" not in nodes_of(nodes, job)
     assert last_attempt(job.run_dir) == 1 + times_lost(job, "node2"), job.history
     stops(job, attempts=3)
@@ -274,9 +279,9 @@ def test_stall_below_hung_after_s_loses_no_attempt(nodes, hanging_job, is_full, 
     assert state
     at_step(job, (state.step or 0) + 10)
     time.sleep(5)
-    what = f"{node} frozen for {stall_s} s, hung_after_s {limit_s:g}: attempts lost"
+    what = f"{node} frozen for {stall_s} s, hung_after_s {limit_s:g}: number of lost attempts"
     lost = last_attempt(job.run_dir) - 1
-    measured(what, float(lost), at_most=0.0)
+    ROWS.append(row(what, lost, at_most=0))
     assert lost == 0
     job.stop()
     assert job.wait(120).state is JobState.DONE
@@ -365,7 +370,7 @@ def test_slurm_requeues_job_after_loss_of_first_node(
     start = time.time()
     lose[how]("node1")
     resumed = event(job, "running", start, 2 * patience_s + 200)
-    what = f"first node {how}, SlurmdTimeout {patience_s}: first step without it"
+    what = f"first node {how}, SlurmdTimeout {patience_s}: {WITHOUT_NODE}"
     measured(what, resumed.time - start, at_most=2 * patience_s + 60)
     assert "node1" not in nodes_of(nodes, job)
     if how == "cut off":
@@ -406,7 +411,8 @@ def test_node_lost_twice_is_excluded(nodes, hanging_job):
     assert slurm.lost_nodes(job.run_dir) == ["node2"]
     assert eventually(lambda: running(job), 180), job.status()
     found = nodes_of(nodes, job)
-    took("node lost twice: running without it", start, note=f"now on {', '.join(found)}")
+    what = "node lost twice: time until the job runs without the node"
+    took(what, start, note=f"the job runs on {', '.join(found)}")
     assert "node2" not in found
     job.cancel()
     job.wait(30)
@@ -420,7 +426,7 @@ def test_time_limit_saves_and_requeues_the_job(sandbox, site, tmp_path):
     stopped = event(job, "requeued", start, 90)
     assert "time limit is near" in stopped.reason
     resumed = event(job, "running", stopped.time)
-    what = "time limit near: saved, requeued, running again"
+    what = "time limit near, job saved and requeued: time until the job runs again"
     measured(what, resumed.time - stopped.time, at_most=60)
     saved = (stopped.step or 0) + 1
     assert resumed.step == saved, "no step is lost and none is done twice"
@@ -440,7 +446,8 @@ def test_scancel_ends_job_and_all_its_processes(started):
     start = time.time()
     started.cancel()
     status = started.wait(30)
-    took("scancel: ended and said so", start, at_most=15, note=status.reason)
+    what = "scancel: time until the status reports the end"
+    took(what, start, at_most=15, note=status.reason)
     found = (status.state, status.exit_code, status.reason)
     assert found == (JobState.FAILED, 143, "cancelled (scancel)")
     assert eventually(lambda: not processes(f"{STANDIN}\0{started.run_dir}"))
@@ -453,7 +460,8 @@ def test_status_explains_a_job_that_cannot_start(sandbox, site, tmp_path):
     job = submit(standin(tmp_path / "hopeless"), after)
     assert eventually(lambda: "will not start" in job.status().reason, 60), job.status()
     reason = job.status().reason
-    took("hopeless submission: reason shown", start, at_most=20, note=reason)
+    what = "job that can never start: time until the status shows the reason"
+    took(what, start, at_most=20, note=reason)
     assert job.state is JobState.QUEUED
     assert "DependencyNeverSatisfied" in reason and "Cancel it" in reason
     job.cancel()
@@ -464,7 +472,7 @@ def test_supervisor_death_is_known_without_accounting(started):
     (supervisor,) = supervisors(started)
     start = kill(supervisor)
     status = started.wait(60)
-    what = "supervisor killed, no accounting: end known"
+    what = "supervisor killed, Slurm without accounting: time until the status reports the end"
     took(what, start, at_most=60, note=status.reason)
     assert status.state is JobState.FAILED and status.reason.startswith("Slurm: FAILED")
     assert eventually(lambda: not processes(f"{STANDIN}\0{started.run_dir}"), 60)
@@ -484,7 +492,8 @@ def test_job_and_status_survive_controller_restart(sandbox, site, tmp_path):
         waits_s.append(time.monotonic() - asked)
         time.sleep(0.2)
     assert job.wait(60).state is JobState.DONE and last_attempt(job.run_dir) == 1
-    what, note = "controller restarted: longest wait for a status", "the job did not notice"
+    what = "Slurm controller restarted: longest wait for a status"
+    note = "the job was not affected"
     measured(what, max(waits_s), at_most=25, note=note)
 
 
@@ -496,7 +505,8 @@ def test_node_local_checkpoint_directory_is_refused(nodes, site, tmp_path):
     start = time.time()
     status = submit(standin(run_dir), site).wait(60)
     note = status.reason.replace(f"{tmp_path}/", "")
-    took("node-local checkpoint directory: refused", start, at_most=30, note=note)
+    what = "checkpoint directory that is local to a node: time until the job fails"
+    took(what, start, at_most=30, note=note)
     assert status.state is JobState.FAILED and "not a shared directory" in status.reason
     assert not list((run_dir / "logs").glob("attempt*/*"))
 
@@ -506,7 +516,8 @@ def test_launches_leave_no_process(sandbox, site, tmp_path, is_full):
     for number in range(count):
         job = submit(standin(tmp_path / f"run{number}", 1, 0.01), site)
         assert job.wait(60).state is JobState.DONE
-    took(f"{count} launches of 4 ranks on 4 nodes", start, note="no process left")
+    what = f"{count} jobs of 4 ranks on 4 nodes, one after the other: time of all jobs"
+    took(what, start, note="no process is left")
     assert eventually(lambda: not processes(str(tmp_path)), 60)
 
 
@@ -527,13 +538,14 @@ def test_loss_after_kill_and_preemption_is_unchanged(sandbox, site, spec, recipe
     run = kit.launch(tmp_path / "broken", spec=spec, plan=DP4, recipe=recipe, site=site)
     at_step(run.job, 15)
     start = kill(rank_process(run.job, 3))
-    what, note = "training, rank killed: first step of the restart", "start of 4 ranks included"
+    what = "training, a rank is killed: time until the first step of the next attempt"
+    note = "includes the start of 4 ranks"
     measured(what, event(run.job, "running", start).time - start, note=note)
     at_step(run.job, 30)
     start = time.time()
     occupy(sandbox, 2, partition="urgent")
     preempted = event(run.job, "preempted", start)
-    what = "training, preempted: checkpoint written"
+    what = "training, the job is preempted: time until the checkpoint is written"
     measured(what, preempted.time - start, at_most=20, note=preempted.reason)
     status = run.job.wait(300)
     assert (status.state, status.attempt) == (JobState.DONE, 3), run.job.history
@@ -542,7 +554,8 @@ def test_loss_after_kill_and_preemption_is_unchanged(sandbox, site, spec, recipe
     assert sorted(set(ours["attempt"].tolist())) == [1, 2, 3]
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
     difference = float(np.abs(ours["loss"] / theirs["loss"] - 1).max())
-    what = "training, killed and preempted: largest difference in loss"
+    what = "training, after kill and preemption: largest relative difference from the losses of an"
+    what += " uninterrupted run"
     ROWS.append(row(what, difference, at_most=1e-6))
     spent, history = ledger(run), read_history(run.directory)
     whole_s = history[-1].time - history[0].time
@@ -576,8 +589,8 @@ def test_disk_full_during_a_save_keeps_old_checkpoint(
                 stream.write(bytes(1 << 16))
                 stream.flush()
         status = run.job.wait(120)
-        what, note = "disk full during a checkpoint", status.reason.replace(f"{tmp_path}/", "")
-        took(f"{what}: failed and said so", start, note=note)
+        what = "disk full during a checkpoint: time until the status reports the failure"
+        took(what, start, note=status.reason.replace(f"{tmp_path}/", ""))
         assert status.state is JobState.FAILED and "o space left" in status.reason, status
         assert status.attempt == 1, "trying again would end the same way"
         newest = run.checkpoints.steps()[-1]

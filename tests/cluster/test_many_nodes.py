@@ -68,15 +68,17 @@ def survives_a_frozen_node(job, node, rows) -> int:
     for process in frozen:
         os.kill(process, signal.SIGSTOP)
     requeued = event(job, "requeued", lost_at, LIMIT_S + 120)
-    took_s, what = requeued.time - lost_at, f"one node frozen, ranks end after {LIMIT_S} s: noticed"
+    took_s = requeued.time - lost_at
+    what = f"one node frozen, ranks end after {LIMIT_S} s: time until the failure is noticed"
     rows.append(row(what, took_s, "s", at_most=LIMIT_S + 90, note=requeued.reason))
     assert requeued.lost_node == node
     for process in frozen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     resumed = event(job, "running", lost_at, 400)
-    what, took_s = "one node frozen: running again after", resumed.time - lost_at
-    rows.append(row(what, took_s, "s", note="2 cores for all"))
+    took_s = resumed.time - lost_at
+    what = "one node frozen: time until the job runs again"
+    rows.append(row(what, took_s, "s", note="all nodes share 2 cores"))
     return resumed.attempt
 
 
@@ -92,7 +94,7 @@ def test_job_on_many_nodes_starts_and_reports_faults(many, tmp_path, is_full):
     start = time.time()
     job = submit(spec, site)
     at_step(job, 3, 300)
-    what = f"{num_nodes} nodes x {PER_NODE} ranks: third step after"
+    what = f"{num_nodes} nodes with {PER_NODE} ranks each: time until the third step"
     rows.append(row(what, time.time() - start, "s"))
     folder = log_path(job.run_dir, 1, 0).parent
     assert not list(job.run_dir.glob("ranks/*.json*")), "no file of a rank"
@@ -106,7 +108,8 @@ def test_job_on_many_nodes_starts_and_reports_faults(many, tmp_path, is_full):
         before, begun = seconds_used(pid), time.monotonic()
         time.sleep(60)
         share = (seconds_used(pid) - before) / (time.monotonic() - begun)
-        rows.append(row(f"supervisor of {ranks} ranks: share of a core", share, at_most=0.05))
+        what = f"CPU time of the supervisor of {ranks} ranks, as a share of one core"
+        rows.append(row(what, share, at_most=0.05))
 
     attempt = survives_a_frozen_node(job, many.nodes[39], rows) if is_full else 1
     (victim,) = processes(STANDIN if is_full else "sleep\x001000", f"RANK={ranks - 1}")
@@ -118,7 +121,8 @@ def test_job_on_many_nodes_starts_and_reports_faults(many, tmp_path, is_full):
     assert own.startswith(f"attempt {attempt} rank {ranks - 1}") and own.count("\n") == 1
     if is_full:
         took_s = event(job, "running", start, 400).time - start
-        rows.append(row("rank killed: running again in the same allocation", took_s, "s"))
+        what = "a rank is killed: time until the job runs again in the same allocation"
+        rows.append(row(what, took_s, "s"))
     job.cancel()
     assert eventually(lambda: not processes(str(tmp_path)), 120)
     if is_full:

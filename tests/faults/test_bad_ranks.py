@@ -52,8 +52,9 @@ def test_slow_rank_is_found_while_others_wait(prepare):
         time.sleep(0.02)
     attempt.kill()
     assert start is not None and slowest.rank == 1
-    note = str(slowest).partition(" takes ")[2]
-    cost("slow rank: named after", time.monotonic() - start, "s", at_most=60, note=note)
+    note = f"the rank takes {str(slowest).partition(' takes ')[2]}"
+    name = "slow rank: time until the monitor names the rank"
+    cost(name, time.monotonic() - start, "s", at_most=60, note=note)
 
 
 def gathered(here: int) -> None:
@@ -95,7 +96,8 @@ def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):
     assert re.fullmatch(hung, last), attempt.log()
     assert "Current thread" in attempt.log() or "Thread 0x" in attempt.log()
     note = f"hung_after_s {run.recipe.hung_after_s:g}"
-    cost("hung rank: attempt ended, rank named", took, "s", at_most=60, note=note)
+    name = "hung rank: time until the attempt ends and names the rank"
+    cost(name, took, "s", at_most=60, note=note)
     again = run.recipe.replace(num_steps=run.metrics().summary()["step"] + 5)
     again.write(run.directory / "recipe.json")
     assert (finished(Run.open(run.directory), 2).resumed_from() or 0) >= newest
@@ -144,7 +146,8 @@ def test_out_of_memory_error_gives_planners_advice(prepare):
     for advice in ("--set plan.micro_batch_size=2", f"`kit resume {run.directory} --set"):
         assert advice in last
     took_s = time.monotonic() - start
-    cost("out of memory: ended with the planner's advice", took_s, "s", at_most=60)
+    name = "out of memory: time from the start to the end with the planner's advice"
+    cost(name, took_s, "s", at_most=60)
 
 
 def test_memory_saving_changes_need_less_memory():

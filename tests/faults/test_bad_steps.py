@@ -85,8 +85,9 @@ def test_non_finite_gradient_stops_before_checkpoint(prepare, value):
         rf"RunError: stopped at step 10: the gradient norm is {value}\. The checkpoint of step 5 is"
     )
     assert re.search(said, attempt.log())
-    note = "stopped at step 10, checkpoint of step 5 intact"
-    cost(f"{value} gradient, stop: steps lost beyond the last checkpoint", 0, at_most=0, note=note)
+    note = "the run stopped at step 10, and the checkpoint of step 5 is intact"
+    name = f"{value} gradient, reaction `stop`: lost steps that the last checkpoint contains"
+    cost(name, 0, at_most=0, note=note)
 
 
 LAYOUTS = {
@@ -155,8 +156,10 @@ def test_skip_and_roll_back_resume_bit_identically(prepare, field, answer):
     manifest = straight.checkpoints.manifest(last)
     assert manifest.skipped == sum(row.get("skipped", 0) for row in rows) == dropped
     assert manifest.samples == last * straight.plan.global_batch_size, "no batch is forgotten"
-    name = f"{'NaN' if is_nan else 'loss spike'}, {answer.replace('_', ' ')}: updates dropped"
-    note = "recorded in metrics and manifest; killed after it and resumed, bit for bit the same"
+    fault = "NaN gradient" if is_nan else "loss spike"
+    name = f"{fault}, reaction `{answer}`: number of dropped updates"
+    note = "recorded in metrics and manifest; a run that was killed after the fault and resumed is"
+    note += " equal bit for bit"
     cost(name, dropped, note=note)
 
 

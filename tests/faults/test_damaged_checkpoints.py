@@ -72,8 +72,10 @@ def test_damaged_checkpoint_is_set_aside_on_resume(with_checkpoints, damaged, da
     alerts = AlertLog(damaged.directory / "alerts.jsonl").alerts
     assert [(alert.kind, alert.level) for alert in alerts] == [("checkpoint", "error")]
     lost = sum(map(len, before.values())) - sum(map(len, kept.values()))
-    name = f"checkpoint {damage.__name__.replace('_', ' ')} ({which}): bytes lost"
-    note = "found by size or checksum, kept aside, the one before is used, said so"
+    kind = damage.__name__.replace("_", " ")
+    name = f"damaged checkpoint (`{which}`, {kind}): deleted bytes"
+    note = "the resume finds the damage by size or checksum, renames the folder, uses the previous"
+    note += " checkpoint, and reports the damage"
     cost(name, lost, at_most=0, note=note)
 
 
@@ -102,6 +104,7 @@ def test_checkpoint_checksum_exceeds_50_mb_per_s(tmp_path):
     start = time.perf_counter()
     assert checksum(file) == zlib.crc32(file.read_bytes())
     rate = file.stat().st_size / (time.perf_counter() - start) / 1e6
-    note = "CRC-32, file in the page cache; ranks read side by side; a core that others use too"
-    cost("verification of a checkpoint, each rank", rate, "MB/s", note=note)
+    note = "CRC-32 of a file in the page cache; ranks verify in parallel; other programs used the"
+    note += " core too"
+    cost("speed at which a rank verifies a checkpoint", rate, "MB/s", note=note)
     assert rate > 50

@@ -99,9 +99,9 @@ def test_temporarily_full_disk_loses_no_step(prepare_small, with_checkpoints):
     assert run.checkpoints.steps() == sorted({10, 20, 30, taken.step})[-3:]
     lost, note = (
         30 - len(run.metrics()["step"]),
-        "rows wait in memory; the run ends bit for bit equal to an uninterrupted run",
+        "rows of metrics wait in memory; the run ends bit for bit equal to an uninterrupted run",
     )
-    cost("disk full under the run for 6 steps: steps lost", lost, at_most=0, note=note)
+    cost("disk full for 6 steps of a run: lost steps", lost, at_most=0, note=note)
 
 
 def test_disk_freed_at_last_checkpoint_loses_no_step(prepare_small, with_checkpoints):
@@ -184,7 +184,8 @@ def test_permanently_full_disk_fails_the_run(prepare_small, with_checkpoints, tm
     assert read_exit(run.directory) == report and last_attempt(run.directory) == 1, "not begun"
     took_s = report.time - (tmp_path / "filled").stat().st_mtime
     note = status.reason.replace(f"{tmp_path}/mounted-0/", "")
-    cost("disk full under the run for good: failed and said so", took_s, "s", at_most=60, note=note)
+    name = "disk full until the end of a run: time until the run reports the failure"
+    cost(name, took_s, "s", at_most=60, note=note)
     filler.unlink()
     kit.resume(run.directory)
     status = run.job.wait(120)

@@ -143,20 +143,23 @@ def test_random_kills_lose_no_checkpoint(prepare, unbroken, request):
         if toll.kills >= kills:
             break
         shutil.rmtree(run.directory)
-    every, name = unbroken.recipe.checkpoint_every, "SIGKILL: steps lost beyond the last checkpoint"
+    every = unbroken.recipe.checkpoint_every
+    name = "SIGKILL: lost steps that the last checkpoint contains"
     note = f"{number_of_runs} runs with 2 ranks were killed {toll.kills} times in all,"
     note += f" {toll.in_writes} times during a checkpoint write; each of the {number_of_runs}"
     note += " ended bit for bit equal to an uninterrupted run"
     cost(name, toll.steps_lost, at_most=0, note=note)
-    cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, at_most=0)
+    cost("SIGKILL: lost bytes of checkpoints and metrics", toll.bytes_lost, at_most=0)
     assert every is not None
     # The limit is two checkpoint intervals, because a checkpoint may be due while the previous
     # write is not complete.
     repeated, note = max(toll.steps_repeated), f"a checkpoint every {every} steps"
-    cost("SIGKILL: most steps to repeat", repeated, at_most=2 * every, note=note)
+    name = "SIGKILL: largest number of steps to repeat after one kill"
+    cost(name, repeated, at_most=2 * every, note=note)
     note = f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch"
     middle_s = statistics.median(toll.recovery_s)
-    cost("SIGKILL: seconds to the next step, median", middle_s, "s", note=note)
+    name = "SIGKILL: median time from the start of the next attempt to its first step"
+    cost(name, middle_s, "s", note=note)
 
 
 def test_resume_after_the_supervisor_was_killed(prepare):
@@ -178,8 +181,9 @@ def test_resume_after_the_supervisor_was_killed(prepare):
     while (again.metrics().summary().get("attempt") or 0) < 2:
         assert time.monotonic() - start < 120, again.job.logs()
         time.sleep(0.05)
-    name, note = "SIGKILL of the supervisor: `kit resume` to the next step", "start of Python and"
-    cost(name, time.monotonic() - start, "s", at_most=60, note=f"{note} torch included")
+    name = "SIGKILL of the supervisor: `kit resume` to the end of the next step"
+    note = "includes the start of Python and torch"
+    cost(name, time.monotonic() - start, "s", at_most=60, note=note)
     again.job.cancel()
     again.job.wait(timeout_s=30)
     assert f"resumed from step {newest}" in again.job.logs()

@@ -63,10 +63,10 @@ def test_heartbeats_continue_after_clock_is_set_back(prepare):
         assert time.monotonic() - start < 60 and not attempt.is_over(), attempt.log()
         time.sleep(0.05)
     attempt.kill()
-    silence_s = (time.monotonic() - start) / 4
-    note = "metrics in order, step times as before, nothing judged hung"
-    name = "clock set back two hours: longest silence of the heartbeats"
-    cost(name, silence_s, "s", at_most=10, note=note)
+    mean_s = (time.monotonic() - start) / 4
+    note = "metrics are in order, step times are unchanged, no rank counts as hung"
+    name = "clock set back two hours: mean time between two heartbeats"
+    cost(name, mean_s, "s", at_most=10, note=note)
 
 
 def test_launch_refuses_read_only_run_directory(spec, recipe, mount_memory):
@@ -77,7 +77,8 @@ def test_launch_refuses_read_only_run_directory(spec, recipe, mount_memory):
     with pytest.raises(RunError, match=told):
         kit.launch(read_only / "run", spec=spec, plan=DP2, recipe=recipe)
     took_s = time.monotonic() - start
-    cost("read-only directory: refused", took_s, "s", at_most=5, note="before anything starts")
+    name = "read-only run directory: time until the launch is refused"
+    cost(name, took_s, "s", at_most=5, note="no process has started")
 
 
 LAUNCH = """
@@ -120,7 +121,7 @@ def test_one_of_two_concurrent_launches_is_refused(prepare, tmp_path, spec, reci
         (loser,) = (text for batch, text in said.items() if batch not in won)
         assert "is being launched by another process" in loser or "is in use: attempt 1" in loser
         assert Run.open(directory).plan.global_batch_size == int(won[0])
-        name = "two launches of one directory at once: one wins, the other is told"
+        name = "two launches of one directory at once: time until one is accepted and one refused"
         cost(name, time.monotonic() - start, "s", at_most=60)
     finally:
         for launch in launches.values():
@@ -162,7 +163,7 @@ def test_ranks_end_when_run_directory_is_removed(prepare, replaced):
     assert ("is another directory now" if replaced else "was deleted or renamed") in said
     assert not list(run.directory.glob("*")) and run.directory.exists() == replaced
     took_s = time.monotonic() - start
-    cost("run directory deleted: ranks ended by themselves", took_s, "s", at_most=30)
+    cost("run directory deleted: time until the ranks end", took_s, "s", at_most=30)
 
 
 def test_orphan_rank_of_older_attempt_ends(prepare):
@@ -178,4 +179,5 @@ def test_orphan_rank_of_older_attempt_ends(prepare):
     assert "is a left-over of attempt 1; end it" in attempt.log()
     state = read_state(run.directory)
     assert state is not None and state.attempt == 2 and run.checkpoints.steps() == []
-    cost("orphan of an older attempt: ended by itself", time.monotonic() - start, "s", at_most=60)
+    name = "rank of an older attempt that still runs: time until it ends by itself"
+    cost(name, time.monotonic() - start, "s", at_most=60)
