@@ -64,7 +64,7 @@ def write_headlines(directory: Path = RESULTS) -> bool:
     rows = []
     for name, (row, title) in HEADLINES.items():
         picked = _row(found[name], row)
-        rows.append(dataclasses.replace(picked, name=title, note=picked.note.split(":")[0]))
+        rows.append(dataclasses.replace(picked, name=title, note=headline_note(picked.note)))
     rows.sort(key=lambda row: row.ok is False)
     days = sorted(results.date.split()[0] for results in found.values())
     Results(
@@ -76,6 +76,11 @@ def write_headlines(directory: Path = RESULTS) -> bool:
         rows=tuple(rows),
     ).write(directory / "headlines.json")
     return True
+
+
+def headline_note(note: str) -> str:
+    """Returns the first sentence of the note of a row, which is the note on the first page."""
+    return note.partition(". ")[0]
 
 
 def front(directory: Path = RESULTS) -> str | None:

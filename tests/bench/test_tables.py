@@ -7,6 +7,7 @@ import pytest
 
 from kit.errors import ConfigError
 from kit.show.results import row
+from tests.bench.headlines import HEADLINES, headline_note
 from tests.bench.results import Results, write_results
 from tests.bench.tables import table, write_tables
 from tests.support.environments import ROOT
@@ -76,3 +77,13 @@ def test_benchmark_headlines_are_rows_and_name_misses():
     missed = re.findall(r"^\| ([^|]+) \| .*\*\*no\*\*", tables, re.MULTILINE)
     assert [name for name in missed if f"- {name}: " not in lead] == []
     assert lead.count("\n- ") - lead.count("\n- [") == len(missed), "only what is missed is said so"
+
+
+def test_rows_on_first_page_equal_benchmark_rows() -> None:
+    tables = (ROOT / "docs/benchmarks.md").read_text()
+    first_page = (ROOT / "README.md").read_text()
+    for name, title in HEADLINES.values():
+        (line,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", tables, re.MULTILINE)
+        *cells, note = line.split(" | ")
+        expected = " | ".join((title, *cells, headline_note(note)))
+        assert f"| {expected} |\n" in first_page
