@@ -223,6 +223,8 @@ def prepare(
         refuse_done(run, plan, recipe.num_steps)
         if site.login is None:
             run.checkpoints.check_space(spec)
+            if warning := run.checkpoints.space_warning(spec, recipe):
+                notes = (*notes, warning)
         job = submission.prepare_job(job_spec(run, time_limit_s), site, _files(run))
         prepared = PreparedLaunch(run=run, job=job, notes=notes)
         if measured is not None:

@@ -24,9 +24,10 @@ from typing import Any
 
 from cluster.files import file_size, open_for_reading, read_small
 from cluster.login.mirror import mirror_of
-from cluster.record import ConfigError, Record, check_file_below, field_doc
+from cluster.record import ConfigError, Record, check_file_below, counted, field_doc
 from cluster.state import refuse_stale
 from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 
@@ -351,14 +352,51 @@ class Checkpoints:
         """Raises CheckpointError if the disk has less free space than 1.05 times the size of a
         checkpoint of the model `spec`.
         """
-        needed = int(1.05 * BYTES_PER_PARAM * spec.num_params)
-        existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
-        free = shutil.disk_usage(existing).free
+        needed = _needed_bytes(spec)
+        free = self._free_bytes()
         if free < needed:
             raise CheckpointError(
                 f"{self.directory}: no space left for a checkpoint: {needed / 1e6:,.1f} MB needed, "
                 f"{free / 1e6:,.1f} MB free. Free space, or use another run directory."
             )
+
+    def space_warning(self, spec: ModelSpec, recipe: Recipe) -> str | None:
+        """Returns a warning if the disk has too little free space for all checkpoints that a run
+        has at the same time. Returns None if the space suffices.
+        """
+        number = most_at_once(recipe)
+        needed = (number - len(self.steps())) * _needed_bytes(spec)
+        free = self._free_bytes()
+        if free >= needed:
+            return None
+        kept = f"recipe.keep_last = {recipe.keep_last}"
+        if recipe.keep_every is not None:
+            kept += f", recipe.keep_every = {recipe.keep_every}"
+        return (
+            f"WARNING: {self.directory}: the disk has {free / 1e6:,.1f} MB free. The run needs"
+            f" {needed / 1e6:,.1f} MB more, since it has up to {counted(number, 'checkpoint')} at"
+            f" the same time ({kept}, and the one that is being written). Free space, or keep"
+            " fewer checkpoints."
+        )
+
+    def _free_bytes(self) -> int:
+        existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+        return shutil.disk_usage(existing).free
+
+
+def most_at_once(recipe: Recipe) -> int:
+    """Returns the largest number of checkpoints that a run has at the same time, including the one
+    that is being written.
+    """
+    every = recipe.checkpoint_every or recipe.num_steps
+    steps = {*range(every, recipe.num_steps, every), recipe.num_steps}
+    newest = {*sorted(steps)[-recipe.keep_last - 1 :]}
+    always = {step for step in steps if recipe.keep_every and step % recipe.keep_every == 0}
+    return len(newest | always)
+
+
+def _needed_bytes(spec: ModelSpec) -> int:
+    return int(1.05 * BYTES_PER_PARAM * spec.num_params)
 
 
 def _flush(place: Path) -> None:

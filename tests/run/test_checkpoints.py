@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from cluster.state import JobState, StaleAttemptError, update_state
 from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.parallel.groups import raised_on_all
@@ -471,3 +472,29 @@ def test_prune_of_linked_checkpoint_keeps_its_target(tmp_path: Path) -> None:
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["aside", "step_00000002", "step_00000003"]
     assert (tmp_path / "aside" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({}, 1),
+        ({"checkpoint_every": 10}, 3),
+        ({"checkpoint_every": 60}, 2),
+        ({"checkpoint_every": 10, "keep_last": 1}, 2),
+        ({"checkpoint_every": 10, "keep_every": 50}, 4),
+        ({"checkpoint_every": 10, "keep_last": 4, "keep_every": 20}, 7),
+    ],
+)
+def test_launch_warns_if_kept_checkpoints_exceed_the_disk(
+    tmp_path, spec, monkeypatch, changes, number
+):
+    """Of 100 steps. At the last write, the run has the newest `keep_last` checkpoints, those at
+    multiples of `keep_every`, and the one that is being written.
+    """
+    recipe = Recipe(data="x", num_steps=100, learning_rate=1e-3, **changes)
+    one = 1.05 * 12 * spec.num_params
+    usage = shutil.disk_usage(tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for free, is_warned in ((number * one + 9, False), ((number - 0.5) * one, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        assert bool(checkpoints.space_warning(spec, recipe)) == is_warned
