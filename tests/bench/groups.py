@@ -105,15 +105,18 @@ def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
     """
     first, *others = seen = run_ranks(ranks, use, GROUPS, start=join_lazily)
     most = {key: max(rank[key] for rank in others) for key in first}
-    note = f"{ranks} ranks, {GROUPS} groups; rank 0, which hosts the store: "
+    note = f"{GROUPS} groups; rank 0, which hosts the rendezvous store,"
     cpu_s = statistics.median(rank["cpu_s"] for rank in seen)
-    opened = f"largest value of a rank; {note}{first['descriptors']}"
-    spent = f"median over the ranks; {note}{first['cpu_s']:.2f} s"
+    opened = (
+        f"largest value of the {ranks} ranks except rank 0; {note} opens {first['descriptors']}"
+    )
+    spent = f"median of the {ranks} ranks; {note} needs {first['cpu_s']:.2f} s"
     reads = "reads of the rendezvous store by a rank"
-    to_join, in_all = f"{reads} before its first connection", f"{reads} in total"
+    to_join, in_all = f"{reads} before it connects to another rank", f"{reads} in total"
+    joined = "counted at the end of `init_process_group`, before the first collective"
     return [
         row("file descriptors that a rank opens", most["descriptors"], at_most=40, note=opened),
-        row(to_join, most["reads_to_join"], at_most=0, note="only the world group exists"),
+        row(to_join, most["reads_to_join"], at_most=0, note=joined),
         row(in_all, most["reads"], note=f"after each of the {GROUPS} groups was used once"),
         row("CPU time of a rank", cpu_s, "s", note=spent),
     ]

@@ -26,7 +26,7 @@ HEADLINES = {
         "scoring SmolLM2-135M: items/s, divided by the items/s of lm-eval's Hugging Face class",
     ),
     "training_faults": (
-        "SIGKILL: lost steps that the last checkpoint contains",
+        "SIGKILL: steps trained again although a complete checkpoint contained them",
         "steps trained again after a kill of ranks, although a complete checkpoint contained them",
     ),
     "validate": (

@@ -54,17 +54,23 @@ def _compare(told: RehearsalReport, run: Run) -> list[Row]:
         "open files of rank 0",
         [len(os.listdir(f"/proc/{pid}/fd")) for pid in _ranks(run)],
     )
-    archives = "includes names of tensors and zip archives"
+    checkpoint, archives = "size of a checkpoint", "includes names of tensors and zip archives"
+    most = "open files of the rank with the most open files"
+    rank_0 = "one of 8 ranks; the rehearsal assumes that rank 0 has the most"
     return [
-        *_pair("size of a checkpoint", size / 1e6, written / 1e6, "MB", archives),
-        *_pair(files, counts[files], max(listed), "", "largest number of the 8 ranks"),
+        *_pair((checkpoint, checkpoint), size / 1e6, written / 1e6, "MB", archives),
+        *_pair((files, most), counts[files], max(listed), "", rank_0),
     ]
 
 
-def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row]:
+def _pair(names: tuple[str, str], told: float, seen: float, unit: str, note: str) -> list[Row]:
+    """Returns (row of the predicted value, row of the measured value). `names` are the names of
+    these values.
+    """
+    predicted, measured = names
     return [
-        row(f"{what}, predicted by the rehearsal", told, unit, note="for 8 ranks"),
-        row(f"{what}, measured", seen, unit, at_most=1.05 * told, note=note),
+        row(f"{predicted}, predicted by the rehearsal", told, unit, note="for 8 ranks"),
+        row(f"{measured}, measured", seen, unit, at_most=1.05 * told, note=note),
     ]
 
 

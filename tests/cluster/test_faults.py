@@ -411,8 +411,9 @@ def test_node_lost_twice_is_excluded(nodes, hanging_job):
     assert slurm.lost_nodes(job.run_dir) == ["node2"]
     assert eventually(lambda: running(job), 180), job.status()
     found = nodes_of(nodes, job)
-    what = "node lost twice: time until the job runs without the node"
-    took(what, start, note=f"the job runs on {', '.join(found)}")
+    what = "node lost in two attempts of a job: time until the job runs without the node"
+    note = "the time begins when other nodes become available; the job needs 2 nodes and runs on"
+    took(what, start, note=f"{note} {', '.join(found)}")
     assert "node2" not in found
     job.cancel()
     job.wait(30)

@@ -146,7 +146,8 @@ def test_out_of_memory_error_gives_planners_advice(prepare):
     for advice in ("--set plan.micro_batch_size=2", f"`kit resume {run.directory} --set"):
         assert advice in last
     took_s = time.monotonic() - start
-    name = "out of memory: time from the start to the end with the planner's advice"
+    name = "out of memory: time from the start of the attempt to its error message, which has the"
+    name += " planner's advice"
     cost(name, took_s, "s", at_most=60)
 
 

@@ -85,8 +85,11 @@ def test_non_finite_gradient_stops_before_checkpoint(prepare, value):
         rf"RunError: stopped at step 10: the gradient norm is {value}\. The checkpoint of step 5 is"
     )
     assert re.search(said, attempt.log())
-    note = "the run stopped at step 10, and the checkpoint of step 5 is intact"
-    name = f"{value} gradient, reaction `stop`: lost steps that the last checkpoint contains"
+    note = "the run stopped at step 10, where a checkpoint was due, and the checkpoint of step 5 is"
+    note += " complete"
+    fault = "NaN" if math.isnan(value) else "infinite"
+    name = f"{fault} gradient, reaction `stop`: number of checkpoints that are lost or contain the"
+    name += " bad update"
     cost(name, 0, at_most=0, note=note)
 
 
@@ -158,8 +161,8 @@ def test_skip_and_roll_back_resume_bit_identically(prepare, field, answer):
     assert manifest.samples == last * straight.plan.global_batch_size, "no batch is forgotten"
     fault = "NaN gradient" if is_nan else "loss spike"
     name = f"{fault}, reaction `{answer}`: number of dropped updates"
-    note = "recorded in metrics and manifest; a run that was killed after the fault and resumed is"
-    note += " equal bit for bit"
+    note = "recorded in metrics and manifest; a run that was killed after the fault and resumed"
+    note += " equals, bit for bit, a run with this fault that was not killed"
     cost(name, dropped, note=note)
 
 

@@ -144,7 +144,7 @@ def test_random_kills_lose_no_checkpoint(prepare, unbroken, request):
             break
         shutil.rmtree(run.directory)
     every = unbroken.recipe.checkpoint_every
-    name = "SIGKILL: lost steps that the last checkpoint contains"
+    name = "SIGKILL: steps trained again although a complete checkpoint contained them"
     note = f"{number_of_runs} runs with 2 ranks were killed {toll.kills} times in all,"
     note += f" {toll.in_writes} times during a checkpoint write; each of the {number_of_runs}"
     note += " ended bit for bit equal to an uninterrupted run"

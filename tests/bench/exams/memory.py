@@ -87,7 +87,7 @@ def labels(runs: Sequence[PublishedRun]) -> list[Row]:
     held_out, count = without_group(size, predicted) > 0, len(runs)
     whole = f"Out of memory ({count} runs), model size left out"
     sizes = {name: float((out == held_out)[size == name].mean()) for name in sorted(set(size))}
-    as_shipped = f"Out of memory ({count} runs), numbers of the kit"
+    as_shipped = f"Out of memory ({count} runs), default constants of the planner"
     return [
         *_accuracy(whole, out, held_out, "5 numbers fitted"),
         *(
@@ -256,7 +256,10 @@ def counted_steps() -> list[Row]:
             f"peaks of live bytes counted on CPUs; 90 % of the errors up to {most:.1%}, worst"
             f" {error.max():.0%}; nothing fitted"
         )
-        name = f"Memory: {engine} engine, peak of {len(error)} training steps, median error"
+        name = (
+            f"Memory: {engine} engine, peak of a training step, median error over {len(error)}"
+            " pairs of model and plan"
+        )
         table.append(row(name, float(median), "fraction", at_most=0.02, note=note))
     return table
 
