@@ -68,7 +68,10 @@ def test_readme_sentence_below_the_plan_is_current() -> None:
     (olmo,) = (run for run in runs if run.spec.name == "Llama-3-8B")
     others = calibrate([run for run in runs if run is not olmo], Site.load("dgx-h100"))
     without_s = others.predict(olmo.layouts()).total_s.item()
-    measured, predicted = re.findall(r"([\d.]+) s (?:measured|predicted)", sentence[0])
+    text = sentence[0].replace("\n", " ")
+    last = re.search(r"measured step time is ([\d.]+) s, .* predicts ([\d.]+) s\.", text)
+    assert last
+    measured, predicted = last.groups()
     assert float(measured) == pytest.approx(olmo.step_time_s, abs=0.05)
     assert float(predicted) == pytest.approx(without_s, abs=0.05)
 

@@ -35,9 +35,9 @@ HEADLINES = {
     ),
     "train_speed": (
         "kit / plain loop, 1 thread, llama-100m",
-        "training a Llama of 110M on one thread: tokens/s, divided by those of a plain loop in"
-        " which glibc returns freed memory to the kernel. The kit keeps this memory. A loop that"
-        " keeps it, too, trains the demo model as fast as the kit",
+        "training a Llama of 110M on one thread: tokens/s of the kit, divided by the tokens/s of a"
+        " plain loop with glibc's default setting for freed memory. The kit changes this setting."
+        " With the kit's setting, a plain loop trains the demo model as fast as the kit",
     ),
     "monitor": (
         "CPU time of the Jupyter kernel at 4 steps/s, as a share of one core",
@@ -108,7 +108,7 @@ def front(directory: Path = RESULTS) -> str | None:
         ),
         f"{by_machine}.",
         (
-            "With no run of the machine and of the code base in the fit, it is"
+            "For a machine and a code base without any run in the fit, it is"
             f" {_value(stranger)} (mean over {sets_of_runs} sets of runs, each of one code base on"
             " one machine)."
         ),
