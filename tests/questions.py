@@ -116,8 +116,9 @@ QUESTIONS = (
         " for the demo run of the other pages. The fit contains this run only. Published runs, such"
         " as the nearest one, enter through the prior of the fit. The second warning says that the"
         " prediction for the nearest published run is wrong by more than the interval of this plan"
-        " allows: that run was faster than yours leads to expect. The last lines say what the own"
-        " run has changed, and how large the error of such an extrapolation was on published runs."
+        " allows. The reason is that your run was slower than planned, and the nearest published"
+        " run was not. The last lines say what the own run has changed, and how large the error of"
+        " such an extrapolation was on published runs."
         " For that test, the planner was fitted to runs of a cluster on few devices, and predicted"
         " runs of this cluster on at least 64 times as many. `kit status runs/first --why` compares"
         " the run with its estimate, and `kit calibrate runs/first --out mine.toml` keeps it for"
@@ -126,11 +127,12 @@ QUESTIONS = (
     Question(
         "What does the kit predict for Frontier's model of 1T parameters as published?",
         "kit plan frontier-1t --devices 3072 --batch 9600",
-        "The name of a published recipe plans its layout on its machine. The row `nearest published"
-        " run` is this run. Its time is derived: it was computed from the published rate and"
-        " from a batch size that is only remembered, without a source that could be checked. The"
-        " planner's fit contains this run. A fit without it is less accurate ([benchmarks]"
-        "(benchmarks.md#how-far-estimates-can-be-trusted)).",
+        "If you give the name of a published recipe, `kit plan` plans the layout that its paper"
+        " published, on the machine that the paper used. Here the row `nearest published run` shows"
+        " the published run of this recipe. Its time is derived: it was computed from the published"
+        " rate and from a batch size that is only remembered, without a source that could be"
+        " checked. The planner's fit contains this run. A fit without it is less accurate"
+        " ([benchmarks](benchmarks.md#how-far-estimates-can-be-trusted)).",
     ),
     Question(
         "Does HLAT's 70B fit on Trainium as published, and how long does it take?",
