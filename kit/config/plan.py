@@ -160,6 +160,14 @@ class Plan(Record):
         return self.compile or self.capabilities.runs_on_trainium
 
     @property
+    def recomputes_attention(self) -> bool:
+        """Whether selective recomputation repeats the core of attention: the products of queries
+        with keys, and of scores with values.
+        """
+        repeats = self.capabilities.selective_recompute_repeats_attention
+        return self.recompute == "selective" and repeats
+
+    @property
     def gpu_defaults(self) -> dict[str, Any]:
         """Defaults of the fields `precision` and `compile` on GPUs: bf16, and compilation unless it
         makes steps slower. Empty for an engine that does not compile blocks.

@@ -594,6 +594,7 @@ class ModelSpec(Record):
         *,
         whole: bool,
         layers: int | None = None,
+        attention: bool = False,
     ) -> float:
         """Returns the FLOPs per token that the devices execute, for HFU: the model FLOPs, the FLOPs
         of masked pairs of tokens outside attention windows, and the FLOPs of recomputation.
@@ -612,12 +613,16 @@ class ModelSpec(Record):
         backward pass needs (`torch.utils.checkpoint.set_checkpoint_early_stop`). A norm after
         feed-forward needs the result of that product, so such blocks are repeated to their end.
 
-        `recompute` 'selective' repeats only element-wise operations (norms, rotary positions,
-        activation). No definition of FLOPs counts these operations, so the result is equal to the
-        model FLOPs.
+        `recompute` 'selective' repeats element-wise operations (norms, rotary positions,
+        activation). No definition of FLOPs counts these operations. If `attention` is True, it also
+        repeats the core of attention, as in NxD and Megatron-LM (`Plan.recomputes_attention`). This
+        takes 4 A s FLOPs per block.
         """
         masked_tokens = self.num_layers * self.sequence_length - self.attended_tokens
         executed = self.flops_per_token() + 12 * self.attention_size * masked_tokens
+        if recompute == "selective" and attention:
+            repeated_tokens = self.num_layers * self.sequence_length
+            return executed + 4 * self.attention_size * repeated_tokens
         if recompute != "full":
             return executed
         params = self.matmul_params_per_layer

@@ -46,6 +46,9 @@ class Capabilities:
     selective_recompute_with_zero_3: bool = True
     """Whether selective recomputation works with ZeRO 3, which gathers weights for each use and
     then frees them."""
+    selective_recompute_repeats_attention: bool = False
+    """Whether selective recomputation repeats the two matrix products of attention scores, beside
+    element-wise operations."""
     recomputes_some_blocks: bool = True
     """Whether the engine can recompute only some of the blocks (`Plan.recompute_layers`)."""
     compiles_blocks: bool = True
@@ -145,6 +148,7 @@ CAPABILITIES: dict[EngineName, Capabilities] = {
         splits_ends_of_model=False,
         copies_kv_heads=True,
         pure_bf16_without_zero=True,
+        selective_recompute_repeats_attention=True,
         recomputes_some_blocks=False,
         compiles_blocks=False,
         only_plain_llama=True,

@@ -344,7 +344,8 @@ def utilisation_rates(
     second, so the caller multiplies them by the speed. Returns None if the peak FLOP/s is unknown.
 
     For the steps of another training code, full recomputation is counted as the whole forward pass
-    of each block. Megatron recomputes it this way, and papers count it this way.
+    of each block, and selective recomputation as the core of attention. Megatron recomputes them
+    this way, and papers count full recomputation this way.
     """
     peak = site.peak_flops_per_s(plan.precision)
     devices = plan.num_devices
@@ -357,6 +358,7 @@ def utilisation_rates(
         plan.recompute,
         whole=is_imported or plan.recomputes_whole,
         layers=plan.recomputed_layers(spec),
+        attention=is_imported or plan.recomputes_attention,
     )
     return spec.flops_per_token() / (peak * devices), executed / (peak * devices)
 

@@ -6,10 +6,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import PRESETS, FlopBasis, ModelSpec, RopeScaling
+from kit.engines.neuron.model import NxdCoreAttention
 from kit.errors import ConfigError
 from kit.model import Decoder, build_decoder
+from kit.run.metrics import utilisation_rates
 
 # Numbers of parameters. Sources: published configurations (HLAT, Llama 3), a checkpoint (GPT-2 XL),
 # model names (GPTs), and the sizes of the weight files on the Hugging Face hub (all others).
@@ -145,6 +148,22 @@ def test_hardware_flops_equal_torch_counter(spec, recompute, layers):
         recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
     )
     assert counter.get_total_flops() / spec.sequence_length == pytest.approx(expected, rel=1e-6)
+
+
+def test_selective_recompute_of_nxd_repeats_attention():
+    """Torch counts the FLOPs of the module that NxD computes again in the backward pass."""
+    spec = ModelSpec.preset("hlat-7b").replace(num_layers=2, sequence_length=64)
+    plan = Plan(engine="neuron", recompute="selective")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        heads = torch.zeros(1, spec.num_heads, spec.sequence_length, spec.head_size)
+        NxdCoreAttention(plan)(heads, heads, heads)
+    repeated = spec.num_layers * counter.get_total_flops() / spec.sequence_length
+    mfu, hfu = utilisation_rates(spec, plan, Site.load("trn1.32xlarge"), is_imported=False)
+    assert repeated > 0
+    assert hfu / mfu == pytest.approx(1 + repeated / spec.flops_per_token(), rel=1e-6)
+    native = plan.replace(engine="native")
+    mfu, hfu = utilisation_rates(spec, native, Site.load("dgx-h100"), is_imported=False)
+    assert hfu == mfu, "element-wise operations only"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

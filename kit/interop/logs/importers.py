@@ -333,7 +333,7 @@ def _check_speed(rows: list[Row], steps: list[Step], run: Run) -> list[str]:
         return ["no line tells how long a step took, so there are no speeds"]
     typical = median(speeds)
     hardware_flops = spec.hardware_flops_per_token(
-        plan.recompute, whole=True, layers=plan.recomputed_layers(spec)
+        plan.recompute, whole=True, layers=plan.recomputed_layers(spec), attention=True
     )
     mfu_flops_per_s = typical * spec.flops_per_token()
     hfu_flops_per_s = typical * hardware_flops
