@@ -165,8 +165,8 @@ QUESTIONS = (
         "How fast is training in nvfp4?",
         "kit plan llama3.1-70b --site gb200-nvl72 --devices 64 --batch 512"
         " --set plan.precision=nvfp4 --code-base megatron-core",
-        "MFU is relative to the peak in bf16, and in brackets to that in nvfp4. The kit plans this"
-        " format and does not train in it.",
+        "MFU and HFU are fractions of the peak in nvfp4, as in the metrics of a run. The kit plans"
+        " this format and does not train in it.",
     ),
     Question(
         "Does a model of 405B fit on 8 B200?",

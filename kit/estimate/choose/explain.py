@@ -18,7 +18,6 @@ from kit.estimate.choose.search import (
     BELIEVABLE_SHARE,
     Search,
     describe_layout,
-    executed_flops_per_token,
     interval_text,
     seconds_text,
 )
@@ -140,7 +139,8 @@ class RecommendedLayout:
         memory_terms = search.machine.memory(layout).terms()
         row = search.row(index)
         row["tokens_per_s"] = float(step_time.tokens_per_s[0])
-        row["hfu"] = _hfu(search, index, plan)
+        executed = search.executed_flops_per_token(index) / search.spec.flops_per_token()
+        row["hfu"] = row["mfu"] * executed
         price = search.num_devices * float(search.machine.hardware.price_per_device_hour)
         usd_per_hour = None if math.isnan(price) else price
         row["tokens_per_usd"] = usd_per_hour and 3600 * row["tokens_per_s"] / usd_per_hour
@@ -224,7 +224,7 @@ class RecommendedLayout:
             ("layout", describe_layout(row)),
             ("step", f"{step_s} s, 90 % interval {interval_text(row)} s"),
             ("times", str(self.search.machine.calibration)),
-            ("rate", rate + self._peak_note()),
+            ("rate", rate + self._basis_note()),
         ]
         if self.search.spec.num_local_layers:
             facts.append(("MFU and HFU", self._window_note()))
@@ -242,18 +242,29 @@ class RecommendedLayout:
         facts += [("warning", text) for text in explanation.warnings]
         return facts
 
-    def _peak_note(self) -> str:
-        """Returns a note for plans that do not train in bf16. It says that MFU and HFU are
-        fractions of the bf16 peak, and states the MFU as a fraction of the peak in the plan's
-        precision. For bf16 the note is empty.
+    def _basis_note(self) -> str:
+        """Returns a note on the basis of MFU and HFU, or an empty text.
+
+        For a plan that does not train in bf16, it names the peak of which MFU and HFU are
+        fractions. For full recomputation in an engine that stops before a block's last matrix
+        product, it says that HFU counts whole blocks, as the step time does.
         """
-        precision = self.plan.precision
-        if precision == "bf16":
-            return ""
-        machine = self.search.machine
-        peak = machine.site.device.peak_flops_per_s[precision].value
-        mfu = self.row["mfu"] * float(machine.hardware.peak_flops_per_s) / peak
-        return f" of the peak in bf16 (MFU {mfu:.1%} of that in {precision})"
+        plan = self.plan
+        note = ""
+        if plan.precision != "bf16":
+            wide = float(self.search.machine.hardware.peak_flops_per_s)
+            ratio = self.search.peak_flops_per_s / wide
+            note += (
+                f" of the peak in {plan.precision}, which is {ratio:.3g} times the peak in bf16"
+                " (attention and logits compute in bf16)"
+            )
+        is_native = plan.capabilities.is_torch_native
+        if plan.recompute == "full" and not (is_native or plan.recomputes_whole):
+            note += (
+                " (HFU and step time count whole blocks as recomputed, as in Megatron; engine"
+                f" {plan.engine} stops before the last matrix product of a block)"
+            )
+        return note
 
     def _window_note(self) -> str:
         """Returns the reason why MFU and HFU of a model with attention windows differ without
@@ -301,15 +312,6 @@ def answers(
         RecommendedLayout.of(search, int(index), budget, batch_advice)
         for index in search.fastest(count)
     ]
-
-
-def _hfu(search: Search, index: int, plan: Plan) -> float:
-    """Returns the modelled hardware FLOPs utilization (HFU) of a layout as a fraction of the bf16
-    peak. HFU counts recomputed operations and masked keys outside attention windows, MFU counts
-    neither.
-    """
-    executed_flops = executed_flops_per_token(search.spec, plan)
-    return search.mfu(index) * executed_flops / search.spec.flops_per_token()
 
 
 def _limit(answer: RecommendedLayout) -> str:
@@ -454,7 +456,7 @@ def _warnings(answer: RecommendedLayout, simulated_share: float, nearest: Neares
         )
     hardware = search.machine.hardware
     ceiling = site.device.matmul_flops_per_s.get("bf16")
-    rate = row["hfu"] * float(hardware.peak_flops_per_s)
+    rate = row["hfu"] * search.peak_flops_per_s
     if ceiling and rate > BELIEVABLE_SHARE * ceiling.value and not hardware.is_narrow:
         believable_s = seconds_text(float(search.believable_step_s[answer.index]))
         texts.append(
@@ -464,7 +466,9 @@ def _warnings(answer: RecommendedLayout, simulated_share: float, nearest: Neares
             " run of this machine."
         )
     best_mfu = measured_mfu(site.device.name, plan.precision, is_causal=True)
-    mfu = causal_mfu(row["mfu"], search.spec)
+    # Published MFUs are fractions of the bf16 peak (`measured_mfu`).
+    wide = search.peak_flops_per_s / float(hardware.peak_flops_per_s)
+    mfu = causal_mfu(row["mfu"] * wide, search.spec)
     if best_mfu and mfu > best_mfu:
         texts.append(
             f"MFU without masked pairs of tokens: {mfu:.1%}, above the {best_mfu:.1%} that"

@@ -125,8 +125,7 @@ class Search:
         tokens_per_flop_s = tokens / (self.num_devices * BELIEVABLE_SHARE * ceiling.value)
         most_flops = self.spec.hardware_flops_per_token("full", whole=True)
         for index in np.flatnonzero(self.step_time_s < most_flops * tokens_per_flop_s):
-            flops = executed_flops_per_token(self.spec, self.plan(int(index)))
-            least_s = flops * tokens_per_flop_s
+            least_s = self.executed_flops_per_token(int(index)) * tokens_per_flop_s
             seconds[index] = least_s if self.step_time_s[index] < least_s else 0.0
         return seconds
 
@@ -235,13 +234,35 @@ class Search:
         """Returns the probability, 0 to 1, that one layout runs out of memory."""
         return float(self.machine.risk(self.used_bytes[index].astype(float)))
 
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Peak FLOP/s of one device in the precision of the search, from which MFU is computed."""
+        return self.machine.site.device.peak_flops_per_s[self.precision].value
+
     def mfu(self, index: int) -> float:
-        """Returns the modelled MFU of one layout, as a fraction of the bf16 peak. It may exceed 1
-        if matrix products run in a narrower format than bf16.
+        """Returns the modelled MFU of one layout, as a fraction of the peak in the precision of the
+        search. MFU of a run is a fraction of this peak too (`Metrics.mfu`).
         """
         tokens = self.global_batch_size * self.spec.sequence_length
-        peak = self.num_devices * float(self.machine.hardware.peak_flops_per_s)
+        peak = self.num_devices * self.peak_flops_per_s
         return tokens * self.spec.flops_per_token() / (float(self.step_time_s[index]) * peak)
+
+    def executed_flops_per_token(self, index: int) -> float:
+        """Returns the FLOPs per token that devices execute with one layout, with recomputation, as
+        its step time assumes (`LayerTime.recompute_s`).
+
+        Only blocks of the native engine that are not compiled are assumed to stop full
+        recomputation before their last matrix product. The step times of other engines and code
+        bases are fitted to runs of Megatron, which repeats whole blocks.
+        """
+        plan = self.plan(index)
+        is_native = bool(np.broadcast_to(self.layouts.native, self.layouts.shape)[index])
+        return self.spec.hardware_flops_per_token(
+            plan.recompute,
+            whole=plan.recomputes_whole or not is_native,
+            layers=plan.recomputed_layers(self.spec),
+            attention=plan.recomputes_attention,
+        )
 
     def prediction(self, index: int) -> Prediction:
         """Returns the predicted step time of one layout in seconds, with its 90 % interval and
@@ -534,13 +555,6 @@ def _describe_search(search: Search) -> str:
     layout = describe_layout(search.row(int(search.order[0])))
     note = NOT_OURS if search.best.context_parallel > 1 else ""
     return f"{devices} with {sequences}: {layout}{note}"
-
-
-def executed_flops_per_token(spec: ModelSpec, plan: Plan) -> float:
-    """Returns the FLOPs per token that the devices execute with a plan, with recomputation."""
-    return spec.hardware_flops_per_token(
-        plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
-    )
 
 
 def describe_layout(row: Mapping[str, Any]) -> str:
