@@ -90,8 +90,10 @@ QUESTIONS = (
         "What is cheaper, 256 H100 or 128 B200?",
         "kit plan llama3-8b --site dgx-h100 --devices 256 --price 2.5 --site hgx-b200 --devices 128"
         " --price 4.5 --batch 1024 --tokens 1e12",
-        "Options that differ between the sites are given once for each, in the order of the sites."
-        " The prices are examples, and a site file may state them.",
+        "The kit has no published run of B200, so this row is marked and its interval is wide. The"
+        " intervals overlap, so either site may be cheaper. One own run on B200 narrows its"
+        " interval (question 6). Options that differ between the sites are given once for each, in"
+        " the order of the sites. The prices are examples, and a site file may state them.",
     ),
     Question(
         "Can a job use 100 GPUs?",

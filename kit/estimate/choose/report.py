@@ -3,6 +3,7 @@ several sites side by side.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -138,15 +139,20 @@ class SiteComparison:
     @property
     def sorted_reports(self) -> list[PlanReport]:
         """Reports in the order of the first number of the table: fewest days, or most tokens."""
-        if self.budget is not None and self.budget.tokens is not None:
-            return sorted(self.reports, key=lambda report: report.chosen.row["days"])
-        name = "tokens" if self.budget else "tokens_per_s"
-        return sorted(self.reports, key=lambda report: -report.chosen.row[name])
+        return sorted(self.reports, key=lambda report: -self._speed(report))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes and warnings of each site. Each begins with the name of the site."""
+        """Notes on the order of the sites, then notes and warnings of each site, which begin with
+        the name of the site.
+        """
         texts = []
+        for first, second in itertools.pairwise(self.sorted_reports):
+            if self._slowest(first) < self._fastest(second):
+                names = " and ".join(each.search.machine.site.name for each in (first, second))
+                texts.append(
+                    f"the order of {names} is uncertain, since their 90 % intervals overlap"
+                )
         for report in self.sorted_reports:
             row = report.chosen.row
             name = report.search.machine.site.name
@@ -163,10 +169,30 @@ class SiteComparison:
         """Returns the comparison as plain values for JSON, in the order of the table."""
         return {"sites": [report.to_dict() for report in self.sorted_reports]}
 
+    def _speed(self, report: PlanReport) -> float:
+        """Returns the number that orders the rows, as a number that is higher for a better site."""
+        row = report.chosen.row
+        if self.budget is None:
+            return row["tokens_per_s"]
+        return 1 / row["days"] if self.budget.tokens is not None else row["tokens"]
+
+    def _slowest(self, report: PlanReport) -> float:
+        """Returns the number that orders the rows, at the upper end of the step time's interval."""
+        row = report.chosen.row
+        return self._speed(report) * row["step_time_s"] / row["step_time_high_s"]
+
+    def _fastest(self, report: PlanReport) -> float:
+        """Returns the number that orders the rows, at the lower end of the step time's interval."""
+        row = report.chosen.row
+        return self._speed(report) * row["step_time_s"] / row["step_time_low_s"]
+
     def _cells(self, report: PlanReport) -> tuple[str, ...]:
         row = report.chosen.row
+        site = report.search.machine.site.name
+        if not report.search.machine.calibration.num_runs:
+            site += " (not calibrated)"
         texts = {
-            "site": report.search.machine.site.name,
+            "site": site,
             "devices": f"{report.search.num_devices:,}",
             "tokens/s": f"{row['tokens_per_s']:,.0f}",
             "tokens/USD": "–",
