@@ -128,13 +128,13 @@ QUESTIONS = (
     ),
     Question(
         "What does the kit predict for Frontier's model of 1T parameters as published?",
-        "kit plan frontier-1t --devices 3072 --batch 9600",
-        "If you give the name of a published recipe, `kit plan` plans the layout that its paper"
-        " published, on the machine that the paper used. Here the row `nearest published run` shows"
-        " the published run of this recipe. Its time is derived: it was computed from the published"
-        " rate and from a batch size that is only remembered, without a source that could be"
-        " checked. The planner's fit contains this run. A fit without it is less accurate"
-        " ([benchmarks](benchmarks.md#how-far-estimates-can-be-trusted)).",
+        "kit plan frontier-1t --devices 3072",
+        "If you give the name of a published recipe, `kit plan` plans its layout on its"
+        " machine. The batch per replica is that of the authors' script, since no source"
+        " for the batch of the paper's run was found. HFU counts recomputation as the"
+        " authors' code does, so it may be compared with the percentage of peak in the"
+        " paper's abstract. The planner's fit contains no run of this model, but it"
+        " contains the paper's results for its two smaller models.",
     ),
     Question(
         "Does HLAT's 70B fit on Trainium as published, and how long does it take?",

@@ -52,7 +52,8 @@ repository sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a."""
 @lru_cache(maxsize=1)
 def frontier_calibration() -> Calibration:
     """Returns the planner's model with coefficients that are fitted to LUMI's published runs, and
-    with the hardware numbers of Frontier.
+    with the hardware numbers of Frontier. The fit starts from a prior that contains no run of the
+    paper (`kit.estimate.validation.validate.PAPER`).
     """
     return dataclasses.replace(
         published_calibration(Site.load("lumi")), hardware=Hardware.of(Site.load("frontier"))

@@ -11,6 +11,7 @@ from cluster.record import ConfigError
 from kit.config.spec import FlopBasis
 from kit.estimate.fit import published
 from kit.estimate.fit.published import FILE, Basis
+from kit.papers.frontier_model import FACTS
 
 GOOD = dict(
     each.partition("=")[::2]
@@ -50,6 +51,22 @@ def test_shipped_rows_are_accepted_and_have_a_source(runs):
     assert all(run.source and run.system for run in runs)
     assert {run.kind for run in runs} == {"measured", "oom"}
     assert all(run.step_time_s is None for run in runs if run.kind == "oom")
+
+
+def test_frontier_rows_have_layout_and_batch_of_the_scripts(runs):
+    """The batches that the paper itself used were not found in any source. A row with another batch
+    would have a step time from memory.
+    """
+    rows = [run for run in runs if run.source.startswith("Dash")]
+    assert [run.spec.name for run in rows] == ["GPT-22B", "GPT-175B"]
+    for run in rows:
+        model = run.spec.name.removeprefix("GPT-")
+        for field in ("tensor_parallel", "pipeline_parallel", "global_batch_size"):
+            fact = FACTS.only(f"recipe_{field}", model)
+            assert fact.known == "read" and getattr(run.plan, field) == fact.number, field
+        assert run.num_devices == FACTS.value("recipe_devices", model)
+    (poro,) = [run for run in runs if run.spec.name == "Poro-34B"]
+    assert poro.status == "read" and poro.step_time_s == pytest.approx(2048**2 / 174_378, rel=1e-4)
 
 
 def test_measured_rates_stay_below_site_ceiling(runs):

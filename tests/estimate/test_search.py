@@ -395,8 +395,8 @@ def test_plan_report_has_rows_json_and_calibration():
     Plan.from_dict(data["plan"]).check(GPT_22B, 16)
     assert data["answers"][0]["days"] > 0
     assert dict(report.chosen.facts())["limited by"] == data["answers"][0]["binding"]
-    assert report.search.title.endswith("calibrated on 20 runs") and data["calibration_runs"] == 20
-    assert "calibrated on 20 runs" in dict(report.chosen.facts())["times"]
+    assert report.search.title.endswith("calibrated on 18 runs") and data["calibration_runs"] == 18
+    assert "calibrated on 18 runs" in dict(report.chosen.facts())["times"]
     assert "calibrated" in report.search._repr_html_()
     for answer, row in zip(report.answers, report.rows, strict=True):
         low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))

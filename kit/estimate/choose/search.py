@@ -45,7 +45,7 @@ parallelism fits in memory or sequences are long."""
 BELIEVABLE_SHARE = 0.9
 """Largest believable ratio of the FLOP/s that a layout executes, with recomputation, to the FLOP/s
 of the best matrix product ever measured on the device. A step also has work other than large matrix
-products. None of the 1,509 packaged runs in bf16 or fp16 on such devices executes more."""
+products. None of the 1,507 packaged runs in bf16 or fp16 on such devices executes more."""
 NOTABLE = 1.1
 """Smallest speedup at which another batch is recommended: sequences per second with the other
 batch, divided by sequences per second with the present batch."""

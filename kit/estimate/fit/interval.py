@@ -55,7 +55,7 @@ class Scales:
     prior_models: float = 6.0
     """Weight of the prior value `misfit` against measured errors. The measured error of each neural
     network that ran on the machine has weight 1."""
-    variance_factor: float = 2.25
+    variance_factor: float = 2.0
     """Factor by which the variance of a prediction that comes from the coefficients is multiplied.
     Coefficients of new machines vary more than those of the fitted machines."""
 

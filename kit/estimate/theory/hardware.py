@@ -305,31 +305,31 @@ class Coefficients(Record):
     """
 
     gemm_efficiency: float = coefficient(
-        (0.918, 0.11),
+        (0.925, 0.11),
         (0.80, 0.15),
         (0.2, 1.0),
         "share of the highest matrix-product FLOP/s that very large matrix products reach",
     )
     gemm_edge: float = coefficient(
-        (45.9, 0.41),
+        (45.4, 0.41),
         (44.0, 0.4),
         (5.0, 400.0),
         "side of a matrix, in elements, at which half the efficiency is lost",
     )
     memory_efficiency: float = coefficient(
-        (0.866, 0.26),
+        (0.870, 0.26),
         (0.85, 0.2),
         (0.3, 1.0),
         "share of the memory bandwidth that element-wise kernels reach",
     )
     attention_efficiency: float = coefficient(
-        (0.561, 0.33),
+        (0.538, 0.38),
         (0.5, 0.3),
         (0.1, 1.0),
         "share of the highest matrix-product FLOP/s that attention with stored scores reaches",
     )
     flash_efficiency: float = coefficient(
-        (0.561, 0.30),
+        (0.568, 0.30),
         (0.5, 0.3),
         (0.1, 1.0),
         "share of the highest matrix-product FLOP/s that fused attention reaches",
@@ -341,7 +341,7 @@ class Coefficients(Record):
         "ratio of the memory traffic of unfused to fused norm and rotary",
     )
     score_bytes: float = coefficient(
-        (12.6, 0.37),
+        (12.7, 0.38),
         (14.0, 0.25),
         (6.0, 40.0),
         "bytes of memory traffic per attention score that is written to memory",
@@ -359,13 +359,13 @@ class Coefficients(Record):
         (2.15e-05, 0.46), (20e-6, 0.5), (1e-7, 2e-2), "host seconds per tensor parallel collective"
     )
     node_efficiency: float = coefficient(
-        (0.816, 0.29),
+        (0.815, 0.29),
         (0.75, 0.2),
         (0.1, 1.0),
         "share of the bandwidth that the links inside a node reach",
     )
     node_sharing: float = coefficient(
-        (0.307, 0.82),
+        (0.302, 0.83),
         (0.2, 0.7),
         (0.01, 1.0),
         "power of (group size / node size) by which bandwidth falls: 0 on a switch, 1 on a mesh",
@@ -377,7 +377,7 @@ class Coefficients(Record):
         "seconds per step of a collective inside a node",
     )
     network_efficiency: float = coefficient(
-        (0.874, 0.28),
+        (0.871, 0.28),
         (0.75, 0.3),
         (0.1, 1.0),
         "share of the bandwidth that the network between nodes reaches",
@@ -389,28 +389,28 @@ class Coefficients(Record):
         "seconds per step of a collective between nodes",
     )
     pipeline_exposed: float = coefficient(
-        (0.893, 0.31), (0.9, 0.3), (0.05, 1.0), "share of pipeline sends that no computation hides"
+        (0.889, 0.31), (0.9, 0.3), (0.05, 1.0), "share of pipeline sends that no computation hides"
     )
     data_efficiency: float = coefficient(
-        (0.451, 0.47),
+        (0.445, 0.48),
         (0.5, 0.4),
         (0.02, 1.0),
         "share of the bandwidth that gradient reduction and weight gathering reach",
     )
     data_contention: float = coefficient(
-        (0.206, 0.47),
+        (0.203, 0.47),
         (0.2, 0.5),
         (0.01, 0.6),
         "power of the number of nodes by which data parallel bandwidth falls",
     )
     microbatch_s: float = coefficient(
-        (0.000942, 0.68),
+        (0.000932, 0.68),
         (1e-3, 0.7),
         (1e-6, 5e-2),
         "host seconds per micro-batch: data, loss, schedule",
     )
     step_s: float = coefficient(
-        (0.00686, 1.12),
+        (0.00685, 1.11),
         (10e-3, 0.7),
         (1e-4, 2.0),
         "host seconds per step: gradient norm, logging, loader",

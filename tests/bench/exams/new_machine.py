@@ -23,7 +23,7 @@ from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.interval import MeasuredRange, Scales
 from kit.estimate.fit.measured_rows import published_rows
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.validate import Choice, MeasuredMachine, machines
+from kit.estimate.validation.validate import PAPER, Choice, MeasuredMachine, machines
 from kit.show.results import Row, row
 from kit.show.style import new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
@@ -62,7 +62,7 @@ FITTED = {
 OTHERS: tuple[tuple[str, str, str, Choice], ...] = (
     ("FORGE", "MI250X", "GPT-NeoX", lambda run: "forge" in run.source),
     ("LUMI", "MI250X", "Megatron-DeepSpeed", lambda run: run.system == "LUMI"),
-    ("Frontier paper", "MI250X", "Megatron-DeepSpeed", lambda run: run.source.startswith("Dash")),
+    ("Frontier paper", "MI250X", "Megatron-DeepSpeed", lambda run: run.source.startswith(PAPER)),
     ("Eos", "H100", "Megatron-LM", lambda run: run.system == "Eos-class H100"),
     ("torchtitan", "MI250X", "torchtitan", lambda run: run.source.endswith("torchtitan README")),
     ("PaLM", "TPU v4", "PaLM", lambda run: run.source.startswith("PaLM")),
