@@ -132,6 +132,11 @@ class Claim(Record):
         " another value would change the result; default: the check needs no such assumption",
         default="",
     )
+    trivial: str = field_doc(
+        "which simple model gives the claimed number too, so that meeting it says little; default:"
+        " no simple model is known to give it",
+        default="",
+    )
     fitted: bool = field_doc(
         "whether the kit's formula was changed until it agreed with the claimed number, after"
         " this number was known",
@@ -208,6 +213,8 @@ def verdict(claim: Claim, found: Relation | None) -> str:
     """
     if found is None:
         return "not tried"
+    if claim.kind == "prediction" and claim.assumes:
+        return "undecided"
     if found.verdict == "fails" and claim.kind == "demo":
         return "not testable here"
     if found.verdict == "fails":
@@ -215,12 +222,12 @@ def verdict(claim: Claim, found: Relation | None) -> str:
     if claim.fitted:
         return "fitted afterwards"
     if claim.kind == "prediction":
-        if claim.assumes:
-            return "undecided"
         if claim.about and not found.low <= _claimed_number(claim) <= found.high:
             return "within tolerance only"
         if found.width > WEAK:
             return "weak"
+        if claim.trivial:
+            return "trivial"
     return VERDICTS[claim.kind]
 
 
@@ -406,7 +413,7 @@ def _cells(claim: Claim, found: Relation | None) -> dict[str, str]:
         "found": number,
         "width": width,
         "verdict": f"**{verdict(claim, found)}**",
-        "note": "; ".join(text for text in (claim.assumes, claim.note) if text),
+        "note": "; ".join(text for text in (claim.assumes, claim.trivial, claim.note) if text),
         "command": f"`{claim.command or kit_command('figure', claim.figure)}`",
         "source": source,
     }
