@@ -633,7 +633,7 @@ def test_hfu_of_recipe_counts_whole_blocks_like_the_paper():
     """The step time of DeepSpeed's layouts contains whole recomputed blocks, as in Megatron, whose
     HFU is about 4/3 of MFU. The kit's DeepSpeed engine executes fewer FLOPs, and a note says so.
     """
-    asked = plan_arguments("frontier-1t", 3072) | {"batch": 3072, "count": 1}
+    asked: dict[str, Any] = plan_arguments("frontier-1t", 3072) | {"batch": 3072, "count": 1}
     answer = plan_report(**asked).chosen
     spec = answer.search.spec
     paper = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE) / spec.flops_per_token()
