@@ -488,7 +488,7 @@ def test_prune_of_linked_checkpoint_keeps_its_target(tmp_path: Path) -> None:
 def test_launch_warns_if_kept_checkpoints_exceed_the_disk(
     tmp_path, spec, monkeypatch, changes, number
 ):
-    """Of 100 steps. At the last write, the run has the newest `keep_last` checkpoints, those at
+    """The run has 100 steps. At its last write, it has the newest `keep_last` checkpoints, those at
     multiples of `keep_every`, and the one that is being written.
     """
     recipe = Recipe(data="x", num_steps=100, learning_rate=1e-3, **changes)

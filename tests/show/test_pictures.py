@@ -244,7 +244,7 @@ def test_memory_of_a_step_rises_by_micro_batches() -> None:
 
 
 def test_run_directory_picture_lists_known_files(tmp_path: Path) -> None:
-    for name in ("spec.json", "plan.attempt_01.json", ".reserve", "notes.txt"):
+    for name in ("spec.json", "plan.attempt_01.json", ".reserve", "notes.txt", "mine.txt"):
         (tmp_path / name).touch()
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
@@ -254,7 +254,8 @@ def test_run_directory_picture_lists_known_files(tmp_path: Path) -> None:
     assert [tuple(row.values()) for row in rows] == [
         ("checkpoints/", job, "1 file"),
         ("metrics.jsonl", job, "2 lines"),
-        ("notes.txt", "", ""),
+        ("mine.txt", "", ""),
+        ("notes.txt", "commands and views", ""),
         ("plan.attempt_01.json", job, ""),
         ("spec.json", "launch and resume", ""),
     ]
