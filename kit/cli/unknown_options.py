@@ -17,9 +17,10 @@ OPTIONS = {
     "recipe.optimizer": "--optimizer",
     "recipe.seed": "--seed",
     "spec.sequence_length": "--seq",
-    "plan.data_parallel": "--devices",
+    "plan.data_parallel=REPLICAS": "--devices",
 }
-"""Options that some commands have for a setting, by the setting."""
+"""Options that some commands have for a setting, by the setting. With REPLICAS, the user gave a
+number of devices (`kit.config.other_names`)."""
 SET = {
     "launch": ("spec", "plan", "recipe"),
     "import": ("spec", "plan", "recipe"),
@@ -40,11 +41,14 @@ def option_advice(command: Any, option: str, words: Sequence[str]) -> str:
         words: the words of the command line, from which the value of the option is taken.
     """
     known = [name for parameter in command.params for name in parameter.opts if name[:2] == "--"]
-    setting, equals, value = _find_setting(option).partition("=")
+    found = _find_setting(option)
+    setting, _, value = found.partition("=")
     place, _, field = setting.partition(".")
+    if OPTIONS.get(found) in known:
+        return f"Give {OPTIONS[found]}{_value(option, words)}."
     own = OPTIONS.get(setting, f"--{field.replace('_', '-')}")
     if field and own in known:
-        return f"Give {own}{f' {value}' if equals else _value(option, words)}."
+        return f"Give {own}{f' {value}' if value else _value(option, words)}."
     begun = [name for name in known if name.startswith(option)]
     bare = [name.strip("-") for name in known]
     # A known setting is more probable than an option that is only similar.

@@ -27,8 +27,9 @@ NAMES = {
     " tensor_model_parallel_size",
     "plan.pipeline_parallel": "pp pp_size pipeline_parallel_size pipeline_parallel_degree"
     " pipeline_model_parallel_size",
-    "plan.data_parallel": "dp dp_size data_parallel_size replicas gpus num_gpus n_gpus"
-    " gpus_per_node nproc nproc_per_node num_processes world_size",
+    "plan.data_parallel": "dp dp_size data_parallel_size replicas",
+    "plan.data_parallel=REPLICAS": "gpus num_gpus n_gpus gpus_per_node nproc nproc_per_node"
+    " num_processes world_size",
     "plan.context_parallel": "cp cp_size context_parallel_size",
     "plan.virtual_stages=N": "vpp virtual_pipeline_model_parallel_size"
     " num_layers_per_virtual_pipeline_stage",
@@ -67,8 +68,8 @@ NAMES = {
     "recipe.data": "data_path train_data dataset dataset_path",
     "recipe.init_from": "load init_checkpoint pretrained",
 }
-"""For each setting of the kit, the names that other tools have for it, separated by spaces. A
-setting with a value says that the value of the other tool has another meaning or format."""
+"""Names that other tools have for a setting, separated by spaces, by the setting. If a setting ends
+with a value, the value of the other tool has another meaning or format."""
 
 
 OWNERS = {"spec": "ModelSpec", "plan": "Plan", "recipe": "Recipe"}

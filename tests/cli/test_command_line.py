@@ -113,6 +113,7 @@ launch x --sit a | Did you mean --site?
 plan demo --lr 1e-3 | It is a setting of `kit launch`: --set recipe.learning_rate=1e-3.
 plan demo --seq-len 9 | Give --seq 9.
 plan demo --gpus 8 | Give --devices 8.
+plan demo --dp 4 | Give --set plan.data_parallel=4.
 plan demo --tp 8 | Give --set plan.tensor_parallel=8.
 eval x --steps 9 | Did you mean --step?
 eval x --batch 9 | Did you mean --batch-size?
