@@ -107,7 +107,7 @@ launch x --z-loss 1e-4 | Give --set recipe.z_loss=1e-4.
 launch x --warmup | Give --set recipe.warmup_steps=VALUE.
 launch x --tensor-model-parallel-size 2 | Give --set plan.tensor_parallel=2.
 launch x --bf16 | Give --set plan.precision=bf16.
-launch x --nproc_per_node 4 | Give --set plan.data_parallel=4.
+launch x --nproc_per_node 4 | Give --set plan.data_parallel=REPLICAS.
 launch x --nnodes 4 | Did you mean --nodes?
 launch x --sit a | Did you mean --site?
 plan demo --lr 1e-3 | It is a setting of `kit launch`: --set recipe.learning_rate=1e-3.
