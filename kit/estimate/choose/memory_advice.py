@@ -22,7 +22,7 @@ from kit.errors import ConfigError, kit_command
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.layouts import RECOMPUTE, Layouts
 from kit.estimate.theory.memory import STATE, memory
-from kit.estimate.theory.out_of_memory import RESERVE
+from kit.estimate.theory.out_of_memory import MAX_RISK, RESERVE
 from kit.estimate.theory.state import convention_of
 from kit.run import Run
 
@@ -30,9 +30,6 @@ NO_RESERVE = RESERVE.replace(
     factor=1.0, extra_bytes=0.0, source="of a CPU the kit has no measured runs"
 )
 SHOWN = 3
-MAX_RISK = 0.05
-"""Highest accepted probability, 0 to 1, that a device runs out of memory. The value is equal to the
-default of `kit plan`."""
 
 
 @dataclasses.dataclass(frozen=True)

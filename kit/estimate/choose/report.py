@@ -31,6 +31,7 @@ from kit.estimate.choose.search import (
 from kit.estimate.fit.calibrate import own_calibration
 from kit.estimate.fit.own_runs import extrapolation_error, read_own_runs
 from kit.estimate.theory.hardware import check_numbers
+from kit.estimate.theory.out_of_memory import MAX_RISK
 from kit.interop.weights.hugging_face_config import training_spec
 
 
@@ -221,7 +222,7 @@ def plan_report(
     budget: float | None = None,
     price: float | None = None,
     runs: Sequence[str | Path] = (),
-    max_risk: float = 0.05,
+    max_risk: float = MAX_RISK,
     count: int = 5,
     choose: int = 1,
     engine: EngineName | None = None,

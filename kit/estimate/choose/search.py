@@ -31,6 +31,7 @@ from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.hardware import check_numbers
 from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
 from kit.estimate.theory.memory import CODE_BASES, CodeBase, Convention
+from kit.estimate.theory.out_of_memory import MAX_RISK
 from kit.estimate.theory.state import convention_of
 from kit.show.table import Table
 
@@ -318,7 +319,7 @@ def search(
     num_devices: int,
     global_batch_size: int,
     *,
-    max_risk: float = 0.05,
+    max_risk: float = MAX_RISK,
     engine: EngineName | None = None,
     precision: Precision = "bf16",
     calibration: Calibration | None = None,

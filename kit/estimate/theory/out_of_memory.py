@@ -9,6 +9,9 @@ import numpy as np
 from cluster.record import ConfigError, Record, field_doc
 
 Array = np.ndarray
+MAX_RISK = 0.05
+"""Highest probability, 0 to 1, that a device runs out of memory, which the planner accepts by
+default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
